@@ -1,0 +1,173 @@
+// The Python module `_native`: which kernels this build has, what a call would get (plans), the FFI
+// handlers as capsules, and the index maps for the tests.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "host/plan.h"
+#include "host/registry.h"
+#include "index_maps.h"
+#include "xla/ffi/api/c_api.h"
+
+#if JAX_FA_CUDA_BUILT
+#include <cuda_runtime_api.h>
+
+#include "binding/handlers.h"
+#include "host/launch.h"
+#endif
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace fa {
+namespace {
+
+DataType parse_data_type(const std::string& text) {
+  for (const DataType type : {DataType::bf16, DataType::f16, DataType::f32}) {
+    if (text == name(type)) return type;
+  }
+  throw std::invalid_argument("out_dtype = '" + text + "', allowed: bf16, f16, f32");
+}
+
+nb::dict to_dict(const EpilogueConfig& config) {
+  nb::dict dict;
+  dict["out_dtype"] = name(config.out_dtype);
+  dict["head_dim"] = config.head_dim;
+  dict["column_order"] = name(config.column_order);
+  dict["block_m"] = config.block_m;
+  dict["stages"] = config.stages;
+  return dict;
+}
+
+nb::dict to_dict(const CombineConfig& config) {
+  nb::dict dict;
+  dict["out_dtype"] = name(config.out_dtype);
+  dict["head_dim"] = config.head_dim;
+  return dict;
+}
+
+template <typename Kernel>
+nb::dict to_dict(const Kernel& kernel, const char* operation, int num_threads) {
+  nb::dict dict = to_dict(kernel.config);
+  dict["name"] = kernel.name;
+  dict["operation"] = operation;
+  dict["built"] = kernel.symbol != nullptr;
+  dict["num_threads"] = num_threads;
+  return dict;
+}
+
+template <typename Plan>
+nb::dict to_dict(const Plan& plan) {
+  nb::dict dict = to_dict(plan.config);
+  dict["kernel"] = plan.kernel;
+  dict["built"] = plan.built;
+  dict["grid"] = plan.grid;
+  dict["num_threads"] = plan.num_threads;
+  dict["smem_bytes"] = plan.smem_bytes;
+  return dict;
+}
+
+nb::list kernels() {
+  nb::list list;
+  for (const EpilogueKernel& kernel : epilogue_kernels()) {
+    nb::dict dict = to_dict(kernel, "epilogue", epilogue_num_threads(kernel.config));
+    dict["blocks_per_sm"] = epilogue_blocks_per_sm(kernel.config);
+    list.append(dict);
+  }
+  for (const CombineKernel& kernel : combine_kernels()) {
+    list.append(to_dict(kernel, "combine", kCombineWarps * kWarpSize));
+  }
+  return list;
+}
+
+nb::dict handlers() {
+  nb::dict dict;
+#if JAX_FA_CUDA_BUILT
+  dict["jax_fa_epilogue_epilogue_v1"] = nb::capsule(reinterpret_cast<void*>(epilogue_handler));
+  dict["jax_fa_epilogue_combine_v1"] = nb::capsule(reinterpret_cast<void*>(combine_handler));
+#endif
+  return dict;
+}
+
+}  // namespace
+}  // namespace fa
+
+NB_MODULE(_native, module) {
+  using namespace fa;
+
+  nb::register_exception_translator(
+      [](const std::exception_ptr& pointer, void*) {
+        try {
+          std::rethrow_exception(pointer);
+        } catch (const NotCovered& error) {
+          PyErr_SetString(PyExc_NotImplementedError, error.what());
+        }
+      });
+
+  module.attr("cuda_built") = static_cast<bool>(JAX_FA_CUDA_BUILT);
+  module.def("ffi_api_version",
+             [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  module.def("cuda_version", [] {
+#if JAX_FA_CUDA_BUILT
+    return CUDART_VERSION;
+#else
+    return 0;
+#endif
+  });
+  module.def("handlers", &handlers);
+  module.def("kernels", &kernels);
+
+  module.def(
+      "plan_epilogue",
+      [](const std::string& out_dtype, int64_t batch, int64_t heads_kv, int64_t sequences,
+         int64_t rows, int64_t head_dim, int64_t qhead_per_khead, int64_t total_q,
+         bool fp8_permuted_columns, bool has_seqused, int num_sms) {
+        EpilogueProblem problem;
+        problem.out_dtype = parse_data_type(out_dtype);
+        problem.column_order = fp8_permuted_columns ? ColumnOrder::fp8 : ColumnOrder::plain;
+        problem.batch = batch;
+        problem.heads_kv = heads_kv;
+        problem.sequences = sequences;
+        problem.rows = rows;
+        problem.head_dim = head_dim;
+        problem.qhead_per_khead = qhead_per_khead;
+        problem.seqlen = total_q >= 0 ? total_q : rows / qhead_per_khead;
+        problem.has_cu_seqlens = total_q >= 0;
+        problem.has_seqused = has_seqused;
+        const EpiloguePlan plan = plan_epilogue(problem, DeviceInfo{num_sms});
+        nb::dict dict = to_dict(plan);
+        dict["tma_store"] = plan.tma_store;
+        dict["num_tiles"] = plan.num_tiles;
+        return dict;
+      },
+      "out_dtype"_a, "batch"_a, "heads_kv"_a, "sequences"_a, "rows"_a, "head_dim"_a,
+      "qhead_per_khead"_a = 1, "total_q"_a = -1, "fp8_permuted_columns"_a = false,
+      "has_seqused"_a = false, "num_sms"_a = 132);
+  module.def(
+      "plan_combine",
+      [](const std::string& out_dtype, int64_t batch, int64_t heads, int64_t seqlen,
+         int64_t head_dim, int64_t num_splits, int num_sms) {
+        const CombinePlan plan = plan_combine(
+            {parse_data_type(out_dtype), batch, heads, seqlen, head_dim, num_splits},
+            DeviceInfo{num_sms});
+        nb::dict dict = to_dict(plan);
+        dict["num_tasks"] = plan.num_tasks;
+        return dict;
+      },
+      "out_dtype"_a, "batch"_a, "heads"_a, "seqlen"_a, "head_dim"_a, "num_splits"_a,
+      "num_sms"_a = 132);
+
+  nb::module_ maps = module.def_submodule("index_maps", "The kernels' index maps, for the tests.");
+  maps.def("accumulator_coordinate", [](int thread, int index) {
+    const TileCoordinate at = accumulator_coordinate(thread, index);
+    return nb::make_tuple(at.row, at.column);
+  });
+  maps.def("fp8_output_column", &fp8_output_column);
+  maps.def("swizzle", &swizzle);
+  maps.def("output_panel_columns", &output_panel_columns);
+  maps.def("output_offset_bytes", &output_offset_bytes);
+  maps.def("acc_offset_bytes", &acc_offset_bytes);
+
+#if JAX_FA_CUDA_BUILT
+  module.def("fail_next_launch", &fail_next_launch, "Test hook: the next launch fails.");
+#endif
+}

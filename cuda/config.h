@@ -1,0 +1,77 @@
+// The config structs: what a plan answers at run time and the only template argument of a kernel at
+// compile time. Also the few sizes that follow from a config and that host and device both need.
+// No CUDA here.
+#pragma once
+
+namespace fa {
+
+enum class DataType { bf16, f16, f32 };
+
+constexpr int size_bytes(DataType type) { return type == DataType::f32 ? 4 : 2; }
+
+constexpr const char* name(DataType type) {
+  return type == DataType::bf16 ? "bf16" : type == DataType::f16 ? "f16" : "f32";
+}
+
+// Order of the accumulator's columns: plain, or as the in-kernel transposition of fp8 V leaves them.
+enum class ColumnOrder { plain, fp8 };
+
+constexpr const char* name(ColumnOrder order) {
+  return order == ColumnOrder::plain ? "plain" : "fp8";
+}
+
+inline constexpr int kWarpSize = 32;
+inline constexpr int kWarpgroupSize = 128;
+inline constexpr int kRowsPerWarpgroup = 64;
+
+// Shared memory of one multiprocessor of compute capability 9.0, and what each block costs on top of
+// what it asks for.
+inline constexpr int kSmemBytesPerSm = 233472;
+inline constexpr int kSmemBytesReservedPerBlock = 1024;
+
+// ---- Epilogue ------------------------------------------------------------------------------------
+
+struct EpilogueConfig {
+  DataType out_dtype;
+  int head_dim;  // columns of the tile; the call's head_dim may be smaller
+  ColumnOrder column_order;
+  int block_m;  // rows of the tile
+  int stages;   // accumulator tiles in shared memory
+  bool operator==(const EpilogueConfig&) const = default;
+};
+
+// Scheduling record, barriers and the rows' statistics of one stage, in bytes.
+constexpr int epilogue_stage_extra_bytes(const EpilogueConfig& config) {
+  return 2 * 8 + 6 * 4 + 2 * config.block_m * 4;
+}
+
+constexpr int epilogue_smem_bytes(const EpilogueConfig& config) {
+  return config.stages *
+         (config.block_m * config.head_dim * 4 + epilogue_stage_extra_bytes(config));
+}
+
+constexpr int epilogue_num_threads(const EpilogueConfig& config) {
+  return config.block_m / kRowsPerWarpgroup * kWarpgroupSize + kWarpSize;
+}
+
+constexpr int epilogue_blocks_per_sm(const EpilogueConfig& config) {
+  return kSmemBytesPerSm / (epilogue_smem_bytes(config) + kSmemBytesReservedPerBlock);
+}
+
+// ---- Combine -------------------------------------------------------------------------------------
+
+struct CombineConfig {
+  DataType out_dtype;
+  int head_dim;  // columns of a row's thread group; the call's head_dim may be smaller
+  bool operator==(const CombineConfig&) const = default;
+};
+
+inline constexpr int kCombineWarps = 8;         // each an independent worker
+inline constexpr int kCombineRowsPerWarp = 8;   // consecutive queries of one head
+inline constexpr int kCombineMaxSplits = 256;
+
+constexpr int combine_smem_bytes(int num_splits) {
+  return kCombineWarps * kCombineRowsPerWarp * num_splits * 4;
+}
+
+}  // namespace fa

@@ -1,0 +1,30 @@
+// The leading batch axes of a call, where each operand has the full size or size 1 (stride 0): this is
+// how vmap over any subset of operands becomes one launch without a copy.
+#pragma once
+
+#include <cstdint>
+
+#include "index_maps.h"
+
+namespace fa {
+
+template <int kNumOperands>
+struct BatchMap {
+  static constexpr int kMaxAxes = 8;  // after merging neighbours that broadcast alike
+
+  int num_axes = 0;
+  int size[kMaxAxes] = {};                      // outermost first
+  int64_t stride[kNumOperands][kMaxAxes] = {};  // in units the operand's user defines
+
+  // Offset of `operand` for linear batch index `batch`.
+  FA_HOST_DEVICE int64_t offset(int operand, int batch) const {
+    int64_t offset = 0;
+    for (int axis = num_axes - 1; axis > 0; --axis) {
+      offset += batch % size[axis] * stride[operand][axis];
+      batch /= size[axis];
+    }
+    return num_axes == 0 ? 0 : offset + batch * stride[operand][0];
+  }
+};
+
+}  // namespace fa

@@ -1,0 +1,33 @@
+// What the softmax left for a row: how to scale it, whether it is empty, and its LSE.
+//
+//   normalised:    O = acc,            LSE = lse
+//   unnormalised:  O = acc / row_sum,  LSE = row_max + log(row_sum)
+//
+// A row without any key (lse = -inf or row_sum = 0) is empty: O = 0 whatever acc holds, LSE = -inf.
+// NaN statistics give NaN, in O as well: a broken softmax must not look like an empty row.
+#pragma once
+
+#include <cmath>
+
+namespace fa {
+
+struct RowStatistics {
+  float scale;
+  float lse;
+  bool empty;
+
+  __device__ float apply(float acc) const { return empty ? 0.f : acc * scale; }
+
+  static __device__ RowStatistics outside() { return {0.f, -INFINITY, true}; }
+
+  static __device__ RowStatistics normalised(float lse) {
+    return {isnan(lse) ? NAN : 1.f, lse, lse == -INFINITY};
+  }
+
+  static __device__ RowStatistics unnormalised(float row_max, float row_sum) {
+    const float lse = row_sum == 0.f ? -INFINITY : row_max + logf(row_sum);
+    return {isnan(lse) ? NAN : 1.f / row_sum, lse, lse == -INFINITY};
+  }
+};
+
+}  // namespace fa

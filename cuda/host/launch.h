@@ -1,0 +1,53 @@
+// The only launches: a plan and the call's pointers in, kernel parameters and TMA descriptors made, the
+// kernel put on the stream. Nothing here allocates, synchronises, prints or reads device memory.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+
+#include "device/batch_map.h"
+#include "device/combine/params.h"
+#include "device/epilogue/params.h"
+#include "host/plan.h"
+
+namespace fa {
+
+// What only the device could tell; the message carries the kernel's name and CUDA's own text.
+struct DeviceError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The current device, checked to be compute capability 9.0 (NotCovered otherwise).
+DeviceInfo current_device();
+
+struct EpilogueArguments {
+  EpilogueProblem problem;
+  const float* acc;
+  const float* statistic[2];  // lse, null; or row_max, row_sum
+  const int32_t* cu_seqlens;  // null without
+  const int32_t* seqused;     // null without
+  void* o;
+  float* lse;
+  BatchMap<kNumEpilogueOperands> batch_map;
+  int64_t acc_matrices;  // rows x head_dim matrices that acc holds
+};
+
+void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream);
+
+struct CombineArguments {
+  CombineProblem problem;
+  const float* out_partial;
+  const float* lse_partial;
+  void* out;
+  float* lse;
+  BatchMap<kNumCombineOperands> batch_map;
+  int64_t split_stride[kNumCombineOperands];
+};
+
+void launch_combine(const CombineArguments& arguments, cudaStream_t stream);
+
+// Test hook: the next launch asks for more shared memory than any device has.
+void fail_next_launch();
+
+}  // namespace fa

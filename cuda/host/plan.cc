@@ -1,0 +1,95 @@
+#include "host/plan.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "host/registry.h"
+
+namespace fa {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+
+void require(bool condition, const char* argument, int64_t value, const char* allowed) {
+  if (!condition) {
+    throw std::invalid_argument(std::string(argument) + " = " + std::to_string(value) +
+                                ", allowed: " + allowed);
+  }
+}
+
+void check_head_dim(int64_t head_dim) {
+  require(head_dim >= 8 && head_dim <= 256 && head_dim % 8 == 0, "head_dim", head_dim,
+          "multiples of 8 from 8 to 256");
+}
+
+// The narrowest kernel of the table that holds the call's columns.
+template <typename Kernels, typename Matches>
+const auto& narrowest(const Kernels& kernels, int64_t head_dim, Matches matches) {
+  auto best = kernels.end();
+  for (auto kernel = kernels.begin(); kernel != kernels.end(); ++kernel) {
+    if (kernel->config.head_dim < head_dim || !matches(kernel->config)) continue;
+    if (best == kernels.end() || kernel->config.head_dim < best->config.head_dim) best = kernel;
+  }
+  if (best == kernels.end()) throw NotCovered("no kernel of the table covers this call");
+  return *best;
+}
+
+}  // namespace
+
+EpiloguePlan plan_epilogue(const EpilogueProblem& problem, const DeviceInfo& device) {
+  check_head_dim(problem.head_dim);
+  require(problem.qhead_per_khead >= 1, "qhead_per_khead", problem.qhead_per_khead, "1 or more");
+  require(problem.column_order == ColumnOrder::plain || problem.head_dim % 16 == 0, "head_dim",
+          problem.head_dim, "multiples of 16 with fp8_permuted_columns");
+  for (const int64_t count : {problem.batch, problem.sequences, problem.rows,
+                              problem.seqlen * problem.qhead_per_khead}) {
+    if (count > kInt32Max) throw NotCovered("batch, sequences and rows are counted in 31 bits each");
+  }
+  const EpilogueKernel& kernel =
+      narrowest(epilogue_kernels(), problem.head_dim, [&](const EpilogueConfig& config) {
+        return config.out_dtype == problem.out_dtype && config.column_order == problem.column_order;
+      });
+  EpiloguePlan plan;
+  plan.config = kernel.config;
+  plan.kernel = kernel.name;
+  plan.built = kernel.symbol != nullptr;
+  plan.tma_store = !problem.has_cu_seqlens && !problem.has_seqused &&
+                   problem.qhead_per_khead == 1 && size_bytes(problem.out_dtype) == 2;
+  // Every sequence may end inside a tile, and so may the gap before the first and after the last one.
+  const int64_t buffer_rows = problem.seqlen * problem.qhead_per_khead;
+  const int64_t buffer_tiles = ceil_div(buffer_rows, plan.config.block_m) +
+                               (problem.has_cu_seqlens ? problem.sequences + 1 : 0);
+  plan.num_tiles =
+      buffer_rows == 0 ? 0 : problem.batch * problem.heads_kv * buffer_tiles;
+  plan.grid = static_cast<int>(std::min<int64_t>(
+      plan.num_tiles, int64_t{device.num_sms} * epilogue_blocks_per_sm(plan.config)));
+  plan.num_threads = epilogue_num_threads(plan.config);
+  plan.smem_bytes = epilogue_smem_bytes(plan.config);
+  return plan;
+}
+
+CombinePlan plan_combine(const CombineProblem& problem, const DeviceInfo& device) {
+  (void)device;  // one short-lived warp per task: the grid does not depend on the device
+  check_head_dim(problem.head_dim);
+  require(problem.num_splits >= 1 && problem.num_splits <= kCombineMaxSplits, "num_splits",
+          problem.num_splits, "1 to 256");
+  const CombineKernel& kernel =
+      narrowest(combine_kernels(), problem.head_dim, [&](const CombineConfig& config) {
+        return config.out_dtype == problem.out_dtype;
+      });
+  CombinePlan plan;
+  plan.config = kernel.config;
+  plan.kernel = kernel.name;
+  plan.built = kernel.symbol != nullptr;
+  plan.num_tasks =
+      problem.batch * problem.heads * ceil_div(problem.seqlen, kCombineRowsPerWarp);
+  if (plan.num_tasks > kInt32Max) throw NotCovered("tasks of the combine are counted in 31 bits");
+  plan.grid = static_cast<int>(ceil_div(plan.num_tasks, kCombineWarps));
+  plan.num_threads = kCombineWarps * kWarpSize;
+  plan.smem_bytes = combine_smem_bytes(static_cast<int>(problem.num_splits));
+  return plan;
+}
+
+}  // namespace fa

@@ -1,0 +1,70 @@
+// What a call gets: problem and device in, kernel, grid and memory out. Pure host code without CUDA,
+// so that tracing, tests and machines without a GPU use the same functions as the launch.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "config.h"
+
+namespace fa {
+
+// A correct call for which no kernel exists or is built.
+struct NotCovered : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct DeviceInfo {
+  int num_sms = 132;
+};
+
+struct EpilogueProblem {
+  DataType out_dtype;
+  ColumnOrder column_order = ColumnOrder::plain;
+  int64_t batch = 1;      // product of the leading batch axes
+  int64_t heads_kv = 1;   // heads of acc
+  int64_t sequences = 1;  // sequences that share an output buffer (1 when dense)
+  int64_t rows = 0;       // rows of acc per head and sequence
+  int64_t head_dim = 0;
+  int64_t qhead_per_khead = 1;
+  int64_t seqlen = 0;  // queries of the output buffer: total_q when packed, rows / qhead_per_khead when dense
+  bool has_cu_seqlens = false;
+  bool has_seqused = false;
+};
+
+struct EpiloguePlan {
+  EpilogueConfig config;
+  std::string kernel;  // its name in the kernel table
+  bool built;
+  bool tma_store;      // otherwise the predicated or the direct fp32 path
+  int64_t num_tiles;   // an upper bound when cu_seqlens decides
+  int grid;            // 0: nothing to do, no launch
+  int num_threads;
+  int smem_bytes;
+};
+
+EpiloguePlan plan_epilogue(const EpilogueProblem& problem, const DeviceInfo& device);
+
+struct CombineProblem {
+  DataType out_dtype;
+  int64_t batch = 1;  // product of the leading batch axes
+  int64_t heads = 1;
+  int64_t seqlen = 0;
+  int64_t head_dim = 0;
+  int64_t num_splits = 1;
+};
+
+struct CombinePlan {
+  CombineConfig config;
+  std::string kernel;
+  bool built;
+  int64_t num_tasks;  // a task is kCombineRowsPerWarp queries of one head, done by one warp
+  int grid;
+  int num_threads;
+  int smem_bytes;
+};
+
+CombinePlan plan_combine(const CombineProblem& problem, const DeviceInfo& device);
+
+}  // namespace fa

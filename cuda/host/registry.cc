@@ -1,0 +1,78 @@
+#include "host/registry.h"
+
+#include <string_view>
+
+namespace fa {
+
+// Each generated .cu defines the symbol function of its row.
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages) \
+  const void* epilogue_##dtype##_##head_dim##_##order##_##block_m##_##stages##_symbol();
+#define COMBINE_KERNEL(dtype, head_dim) const void* combine_##dtype##_##head_dim##_symbol();
+#include "built_kernels.def"
+#undef EPILOGUE_KERNEL
+#undef COMBINE_KERNEL
+
+namespace {
+
+struct BuiltKernel {
+  std::string_view name;
+  const void* symbol;
+};
+
+const std::vector<BuiltKernel>& built_kernels() {
+  static const std::vector<BuiltKernel> kernels = {
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages)                   \
+  {"epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #stages,           \
+   epilogue_##dtype##_##head_dim##_##order##_##block_m##_##stages##_symbol()},
+#define COMBINE_KERNEL(dtype, head_dim) \
+  {"combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol()},
+#include "built_kernels.def"
+#undef EPILOGUE_KERNEL
+#undef COMBINE_KERNEL
+  };
+  return kernels;
+}
+
+const void* find_symbol(std::string_view name) {
+  for (const BuiltKernel& kernel : built_kernels()) {
+    if (kernel.name == name) return kernel.symbol;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+const std::vector<EpilogueKernel>& epilogue_kernels() {
+  static const std::vector<EpilogueKernel> kernels = [] {
+    std::vector<EpilogueKernel> table = {
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages)                      \
+  {EpilogueConfig{DataType::dtype, head_dim, ColumnOrder::order, block_m, stages},    \
+   "epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #stages, nullptr},
+#define COMBINE_KERNEL(dtype, head_dim)
+#include "kernels.def"
+#undef EPILOGUE_KERNEL
+#undef COMBINE_KERNEL
+    };
+    for (EpilogueKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
+    return table;
+  }();
+  return kernels;
+}
+
+const std::vector<CombineKernel>& combine_kernels() {
+  static const std::vector<CombineKernel> kernels = [] {
+    std::vector<CombineKernel> table = {
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages)
+#define COMBINE_KERNEL(dtype, head_dim) \
+  {CombineConfig{DataType::dtype, head_dim}, "combine_" #dtype "_" #head_dim, nullptr},
+#include "kernels.def"
+#undef EPILOGUE_KERNEL
+#undef COMBINE_KERNEL
+    };
+    for (CombineKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
+    return table;
+  }();
+  return kernels;
+}
+
+}  // namespace fa

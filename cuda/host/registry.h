@@ -1,0 +1,26 @@
+// The kernel table at run time: one entry per row of kernels.def, with the kernel's symbol where this
+// build holds it.
+#pragma once
+
+#include <vector>
+
+#include "config.h"
+
+namespace fa {
+
+struct EpilogueKernel {
+  EpilogueConfig config;
+  const char* name;
+  const void* symbol;  // null: not built
+};
+
+struct CombineKernel {
+  CombineConfig config;
+  const char* name;
+  const void* symbol;
+};
+
+const std::vector<EpilogueKernel>& epilogue_kernels();
+const std::vector<CombineKernel>& combine_kernels();
+
+}  // namespace fa

@@ -1,0 +1,482 @@
+"""The specification: the public functions in plain ``jax.numpy``, in float32.
+
+What runs where no kernel applies, and what kernels are compared with. Arguments, results and errors
+are those of the public functions of the same names; gradients exist for every floating operand.
+Every result, and every gradient, is defined for rows that see no key and for rows in no sequence:
+0, and -inf for lse.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import problem
+from . import reference_attention as tiled
+
+# A split's keys are a multiple of this many, as in the kernels, whose splits are whole key blocks.
+SPLIT_BLOCK = 128
+
+
+def flash_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention on dense q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv).
+
+    Returns out (B, Sq, Hq, Dv) in q's dtype and, with return_lse, lse (B, Hq, Sq) float32.
+    `num_splits`, `pack_gqa` and `deterministic` choose between kernels; here they change nothing.
+    """
+    facts = problem.flash_attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+    out, lse = _dense_attention(facts, q, k, v, seqused_q, seqused_k)
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_partials(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    num_splits: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention on dense operands to each of `num_splits` contiguous ranges of keys.
+
+    Split n holds the keys from n * c up to (n + 1) * c, where c is Sk / num_splits rounded up to a
+    multiple of 128; a split without a key in sight is empty. Returns out_partial
+    (N, B, Sq, Hq, Dv) float32, each split normalised on its own, and lse_partial (N, B, Hq, Sq)
+    float32, as ``combine`` takes them.
+    """
+    facts = problem.flash_attention_partials(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+    )
+    return _partial_attention(facts, q, k, v, seqused_q, seqused_k)
+
+
+def flash_attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention on packed q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), offsets (B + 1,).
+
+    Returns out (Tq, Hq, Dv) in q's dtype and, with return_lse, lse (Hq, Tq) float32.
+    """
+    facts = problem.flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+    out, lse = _packed_attention(facts, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    return (out, lse) if return_lse else out
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """Attention with the signature and the mask alignment (top-left) of ``jax.nn``'s function.
+
+    Operands are (B, S, H, D) or (S, H, D); `bias` and `mask` broadcast to (B, Hq, Sq, Sk). Returns
+    out, shaped as `query` but as wide as `value`, and with return_residual the log-sum-exp
+    (B, Sq, Hq) or (Sq, Hq), float32 and with a gradient. A row that sees no key gives 0 and -inf.
+    """
+    facts = problem.dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        return_residual=return_residual,
+    )
+    batched = query.ndim == 4
+    q, k, v = (x if x.ndim == 4 else x[None] for x in map(jnp.asarray, (query, key, value)))
+    out, lse = _dense_attention(
+        facts, q, k, v, query_seq_lengths, key_value_seq_lengths, bias=bias, mask=mask
+    )
+    lse = jnp.swapaxes(lse, 1, 2)
+    out, lse = (out, lse) if batched else (out[0], lse[0])
+    return (out, lse) if return_residual else out
+
+
+def combine(out_partial: Any, lse_partial: Any, *, out_dtype: Any = None) -> Any:
+    """Merge partial results over N splits, each normalised on its own.
+
+    Dense: (N, B, Sq, Hq, Dv) and (N, B, Hq, Sq) give out (B, Sq, Hq, Dv) and lse (B, Hq, Sq).
+    Packed: without B. What a split holds where its lse is -inf is never looked at; a lse of NaN
+    gives NaN. `out_dtype` None is out_partial's.
+    """
+    facts = problem.combine(out_partial, lse_partial, out_dtype=out_dtype)
+    lse_partial = jnp.swapaxes(lse_partial, -1, -2)
+    out, lse = merge_splits(out_partial, lse_partial, axis=0)
+    return out.astype(facts.out_dtype), jnp.swapaxes(lse, -1, -2)
+
+
+def merge_splits(out: jax.Array, lse: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Merge `axis` (>= 0) of out (..., Dv) and lse (...), which agree otherwise; float32 results."""
+    absent = lse == -jnp.inf
+    out = jnp.where(absent[..., None], 0.0, out.astype(jnp.float32))
+    # lse does not depend on the maximum that is subtracted, so it needs no gradient.
+    maximum = lax.stop_gradient(lse.max(axis=axis, keepdims=True))
+    maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    weights = jnp.exp(lse - maximum)
+    total = weights.sum(axis=axis)
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    merged = (out * weights[..., None]).sum(axis=axis) / total[..., None]
+    merged = jnp.where(empty[..., None], 0.0, merged)
+    lse = jnp.where(empty, -jnp.inf, jnp.squeeze(maximum, axis) + jnp.log(total))
+    return merged, lse
+
+
+def epilogue(
+    acc: Any,
+    *,
+    lse: Any = None,
+    row_max: Any = None,
+    row_sum: Any = None,
+    out_dtype: Any = jnp.bfloat16,
+    qhead_per_khead: int = 1,
+    cu_seqlens: Any = None,
+    seqused: Any = None,
+    total_q: int | None = None,
+    fp8_permuted_columns: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Normalise accumulators ([N,] B, H, M, Dv) float32 and lay them out as attention's result.
+
+    Returns out and lse: ([N,] B, Sq, Hq, Dv) and ([N,] B, Hq, Sq) float32, or with cu_seqlens
+    ([N,] total_q, Hq, Dv) and ([N,] Hq, total_q), where Hq = H * qhead_per_khead and
+    Sq = M / qhead_per_khead.
+    """
+    facts = problem.epilogue(
+        acc,
+        lse=lse,
+        row_max=row_max,
+        row_sum=row_sum,
+        out_dtype=out_dtype,
+        qhead_per_khead=qhead_per_khead,
+        cu_seqlens=cu_seqlens,
+        seqused=seqused,
+        total_q=total_q,
+        fp8_permuted_columns=fp8_permuted_columns,
+    )
+    return _epilogue(facts, acc, lse, row_max, row_sum, cu_seqlens, seqused)
+
+
+@functools.partial(jax.jit, static_argnames="facts")
+def _epilogue(
+    facts: problem.EpilogueProblem,
+    acc: Any,
+    lse: Any,
+    row_max: Any,
+    row_sum: Any,
+    cu_seqlens: Any,
+    seqused: Any,
+) -> tuple[jax.Array, jax.Array]:
+    if facts.normalised:
+        empty = lse == -jnp.inf
+        row_sum = jnp.ones((), jnp.float32)
+    else:
+        unknown = jnp.isnan(row_max) | jnp.isnan(row_sum)
+        empty = ~unknown & ((row_sum == 0) | (row_max == -jnp.inf))
+        row_sum = jnp.where(empty, 1.0, row_sum)
+        lse = row_max + jnp.log(row_sum)
+    out = jnp.where(empty[..., None], 0.0, acc) / row_sum[..., None]
+    out = jnp.where(jnp.isnan(lse)[..., None], jnp.nan, out).astype(facts.out_dtype)
+    lse = jnp.where(empty, -jnp.inf, lse)
+    if facts.fp8_permuted_columns:
+        columns = out.reshape(*out.shape[:-1], -1, 2, 8)
+        out = jnp.swapaxes(columns, -1, -2).reshape(out.shape)
+
+    # Rows of acc run over (query, group); heads of the result over (head_kv, group).
+    group = facts.qhead_per_khead
+    seqlen = facts.rows if group == 1 else facts.rows // group
+    heads = facts.heads * group
+    leading = acc.shape[:-4]  # the split axis or none
+    out = out.reshape(*out.shape[:-2], seqlen, group, facts.head_dim)
+    out = jnp.moveaxis(out, -4, -3)  # ([N,] B, Sq, H, G, Dv)
+    lse = jnp.moveaxis(lse.reshape(*lse.shape[:-1], seqlen, group), -3, -2)  # ([N,] B, Sq, H, G)
+
+    if not facts.has_cu_seqlens:
+        if facts.has_seqused:
+            used = jnp.clip(jnp.asarray(seqused), 0, seqlen)
+            inside = jnp.arange(seqlen, dtype=used.dtype) < used[:, None]
+            out, lse = _zero_outside(inside, out, lse)
+        out = out.reshape(*leading, facts.batch, seqlen, heads, facts.head_dim)
+        lse = jnp.moveaxis(lse, -3, -1).reshape(*leading, facts.batch, heads, seqlen)
+        return out, lse
+
+    if 0 in (facts.batch, seqlen):
+        out = jnp.zeros((*leading, facts.total_q, heads, facts.head_dim), out.dtype)
+        return out, jnp.full((*leading, heads, facts.total_q), -jnp.inf, jnp.float32)
+    starts, lengths = _packed_rows(cu_seqlens, seqused, facts.total_q, seqlen)
+    sequence, row, inside = tiled.locate_rows(starts, lengths, facts.total_q)
+    source = (*(slice(None) for _ in leading), sequence, jnp.where(inside, row, 0))
+    out, lse = _zero_outside(inside, out[source], lse[source])  # ([N,] total_q, H, G[, Dv])
+    out = out.reshape(*leading, facts.total_q, heads, facts.head_dim)
+    return out, jnp.moveaxis(lse, -3, -1).reshape(*leading, heads, facts.total_q)
+
+
+def _zero_outside(inside: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Clear rows of out (..., rows, H, G, Dv) and lse (..., rows, H, G) outside every sequence."""
+    inside = inside[..., None, None]
+    out = jnp.where(inside[..., None], out, jnp.zeros((), out.dtype))
+    return out, jnp.where(inside, lse, -jnp.inf)
+
+
+@functools.partial(jax.jit, static_argnames=("facts", "out_dtype"))
+def _dense_attention(
+    facts: problem.AttentionProblem,
+    q: Any,
+    k: Any,
+    v: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    *,
+    keys: jax.Array | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    out_dtype: np.dtype | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention on dense operands, to the keys in the range `keys` (2,) only where given."""
+
+    def used(seqused: Any, seqlen: Any) -> jax.Array:
+        if seqused is None:
+            return _int32(seqlen)
+        return jnp.clip(jnp.asarray(seqused), 0, seqlen).astype(jnp.int32)[:, None]
+
+    sequences = tiled.Sequences(
+        start_q=_int32(0),
+        start_k=_int32(0),
+        rows_q=_int32(facts.seqlen_q),
+        rows_k=_int32(facts.seqlen_k),
+        len_q=used(seqused_q, facts.seqlen_q),
+        len_k=used(seqused_k, facts.seqlen_k),
+        keys=_int32(0, facts.seqlen_k) if keys is None else keys,
+    )
+    options = _options(facts, facts.dtype if out_dtype is None else out_dtype)
+    operands = *_by_head(facts, q, k, v), sequences
+    if bias is None and mask is None:
+        return _by_row(*tiled.attention(options, *_match_varying(operands)))
+
+    def grouped(x: Any) -> jax.Array | None:
+        """Reshape what broadcasts to (B, Hq, Sq, Sk) to broadcast to (B, Hk, G, Sq, Sk)."""
+        if x is None:
+            return None
+        x = jnp.asarray(x)
+        x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+        heads = (1, 1) if x.shape[1] == 1 else (facts.heads_kv, facts.qhead_per_khead)
+        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+
+    q, k, v, sequences = operands
+    return _by_row(
+        *tiled.attention_with_bias(options, q, k, v, grouped(bias), grouped(mask), sequences)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="facts")
+def _partial_attention(
+    facts: problem.AttentionProblem, q: Any, k: Any, v: Any, seqused_q: Any, seqused_k: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Attention on dense operands, one split of the keys after the other."""
+    blocks = (facts.seqlen_k + SPLIT_BLOCK - 1) // SPLIT_BLOCK
+    chunk = (blocks + facts.num_splits - 1) // facts.num_splits * SPLIT_BLOCK
+    begin = jnp.arange(facts.num_splits, dtype=jnp.int32) * chunk
+
+    def split(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        float32 = np.dtype(np.float32)
+        return _dense_attention(facts, q, k, v, seqused_q, seqused_k, keys=keys, out_dtype=float32)
+
+    return lax.map(split, jnp.stack([begin, begin + chunk], axis=-1))
+
+
+@functools.partial(jax.jit, static_argnames="facts")
+def _packed_attention(
+    facts: problem.AttentionProblem,
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention on packed operands."""
+    starts_q, lengths_q = _packed_rows(cu_seqlens_q, seqused_q, facts.total_q, facts.seqlen_q)
+    starts_k, lengths_k = _packed_rows(cu_seqlens_k, seqused_k, facts.total_k, facts.seqlen_k)
+    sequences = tiled.Sequences(
+        start_q=starts_q,
+        start_k=starts_k,
+        rows_q=lengths_q,
+        rows_k=lengths_k,
+        len_q=lengths_q,
+        len_k=lengths_k,
+        keys=_int32(0, facts.seqlen_k),
+    )
+    operands = *_by_head(facts, q, k, v), sequences
+    return _by_row(*tiled.attention(_options(facts, facts.dtype), *_match_varying(operands)))
+
+
+def _options(facts: problem.AttentionProblem, out_dtype: np.dtype) -> tiled.Options:
+    varlen = facts.varlen
+    tiles = tiled.tiling(
+        facts.batch if varlen else 1,
+        facts.total_q if varlen else facts.seqlen_q,
+        facts.total_k if varlen else facts.seqlen_k,
+        facts.seqlen_q,
+        facts.seqlen_k,
+    )
+    return tiled.Options(
+        softmax_scale=facts.softmax_scale,
+        softcap=facts.softcap,
+        window_left=facts.window_left,
+        window_right=facts.window_right,
+        top_left=facts.top_left,
+        packed=varlen,
+        out_dtype=out_dtype,
+        **tiles,
+    )
+
+
+def _packed_rows(
+    cu_seqlens: Any, seqused: Any, total: Any, longest: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return each sequence's start and its number of rows, inside the buffer for any input."""
+    offsets = lax.cummax(jnp.asarray(cu_seqlens))
+    offsets = jnp.clip(offsets, 0, total).astype(jnp.int32)
+    if offsets.shape[0] == 1:  # no sequence: an empty one spares everyone else the special case
+        return jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.int32)
+    lengths = jnp.minimum(jnp.diff(offsets), longest)
+    if seqused is not None:
+        used = jnp.clip(jnp.asarray(seqused), 0, longest).astype(jnp.int32)
+        lengths = jnp.minimum(lengths, used)
+    return offsets[:-1], lengths
+
+
+def _by_head(
+    facts: problem.AttentionProblem, q: Any, k: Any, v: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Reorder (*b, S, H, D) to q (*b, Hk, G, Sq, D), k (*b, Hk, Sk, D), v (*b, Hk, Sk, Dv)."""
+    q, k, v = map(jnp.asarray, (q, k, v))
+    q = q.reshape(*q.shape[:-2], facts.heads_kv, facts.qhead_per_khead, facts.head_dim)
+    return jnp.moveaxis(q, -4, -2), jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
+
+
+def _by_row(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Reorder out (*b, Hk, G, Sq, Dv), lse (*b, Hk, G, Sq) to (*b, Sq, Hq, Dv), (*b, Hq, Sq)."""
+    *batch, heads_kv, group, seqlen, width = out.shape
+    out = jnp.moveaxis(out, -2, -4).reshape(*batch, seqlen, heads_kv * group, width)
+    return out, lse.reshape(*batch, heads_kv * group, seqlen)
+
+
+def _match_varying(operands: Any) -> Any:
+    """Make all arrays vary over the same manual mesh axes, as the state of a loop has to.
+
+    Under ``shard_map``, the transpose of this is the sum over devices that the gradient of an
+    operand needs which does not vary itself.
+    """
+    leaves, structure = jax.tree.flatten(operands)
+    varying = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    axes = frozenset().union(*varying)
+    leaves = [
+        lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
+        for x, own in zip(leaves, varying, strict=True)
+    ]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _int32(*sizes: Any) -> jax.Array:
+    return jnp.stack([jnp.asarray(n, jnp.int32) for n in sizes])

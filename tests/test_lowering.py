@@ -1,0 +1,457 @@
+"""What the compiler gets and what it makes of it, for an H200 and without one.
+
+The first part looks at the lowered text, the second at programs that XLA compiles for the target in
+``data/h200_target_config.pbtxt``: one custom call, no copies, no communication, command buffers.
+"""
+
+import collections
+import functools
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_fa_epilogue as fa
+from jax_fa_epilogue import _native, native
+
+B, H, M, D, G, N, SEQUENCES, TOTAL_Q, COPIES = 4, 8, 256, 128, 2, 3, 6, 1024, 2
+F32, I32 = jnp.float32, jnp.int32
+TARGET_CONFIG = pathlib.Path(__file__).parent / "data" / "h200_target_config.pbtxt"
+
+BUILT = _native.cuda_built and all(kernel["built"] for kernel in _native.kernels())
+needs_kernels = pytest.mark.skipif(not BUILT, reason="built without all CUDA kernels")
+
+
+def dense(acc, lse, seqused=None):
+    return fa.epilogue(acc, lse=lse, seqused=seqused)
+
+
+def packed_heads(acc, row_max, row_sum):
+    return fa.epilogue(acc, row_max=row_max, row_sum=row_sum, qhead_per_khead=G)
+
+
+def varlen(acc, lse, cu_seqlens, seqused):
+    return fa.epilogue(
+        acc, lse=lse, cu_seqlens=cu_seqlens, seqused=seqused, total_q=TOTAL_Q, qhead_per_khead=G
+    )
+
+
+def splits(acc, row_max, row_sum):
+    return fa.epilogue(acc, row_max=row_max, row_sum=row_sum, out_dtype=F32)
+
+
+ACC, STATISTIC = (B, H, M, D), (B, H, M)
+OVER_BOTH, OVER_HEADS = P("data", "model"), P(None, "model")
+BEHIND_SPLITS = P(None, "data", "model")
+# function, target, (shape, dtype, sharding) of each operand
+CASES = {
+    "dense": (dense, native.EPILOGUE_TARGET, [(ACC, F32, OVER_BOTH), (STATISTIC, F32, OVER_BOTH)]),
+    "dense_seqused": (
+        dense,
+        native.EPILOGUE_TARGET,
+        [(ACC, F32, OVER_BOTH), (STATISTIC, F32, OVER_BOTH), ((B,), I32, P("data"))],
+    ),
+    "packed_heads": (
+        packed_heads,
+        native.EPILOGUE_TARGET,
+        [(ACC, F32, OVER_BOTH), (STATISTIC, F32, OVER_BOTH), (STATISTIC, F32, OVER_BOTH)],
+    ),
+    "varlen": (
+        varlen,
+        native.EPILOGUE_TARGET,
+        [
+            ((SEQUENCES, H, M, D), F32, OVER_HEADS),
+            ((SEQUENCES, H, M), F32, OVER_HEADS),
+            ((SEQUENCES + 1,), I32, P()),
+            ((SEQUENCES,), I32, P()),
+        ],
+    ),
+    "splits": (
+        splits,
+        native.EPILOGUE_TARGET,
+        [
+            ((N, *ACC), F32, BEHIND_SPLITS),
+            ((N, *STATISTIC), F32, BEHIND_SPLITS),
+            ((N, *STATISTIC), F32, BEHIND_SPLITS),
+        ],
+    ),
+    "combine": (
+        fa.combine,
+        native.COMBINE_TARGET,
+        [
+            ((N, B, M, H, D), F32, P(None, "data", None, "model")),
+            ((N, B, H, M), F32, BEHIND_SPLITS),
+        ],
+    ),
+    "combine_packed": (
+        fa.combine,
+        native.COMBINE_TARGET,
+        [((N, M, H, D), F32, P(None, None, "model")), ((N, H, M), F32, P(None, "model"))],
+    ),
+}
+EVERY = pytest.mark.parametrize("name", CASES)
+LAYOUTS = re.compile(r"operand_layouts = \[(.*?)\], result_layouts = \[(.*?)\][,}]")
+
+
+def shapes(name):
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in CASES[name][2]]
+
+
+# ---- Lowered text -------------------------------------------------------------------------------
+
+
+def lowered(function, *operands):
+    traced = jax.jit(function).trace(*operands)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def custom_call(text, target):
+    """The line of the only custom call."""
+    (line,) = [line for line in text.splitlines() if "stablehlo.custom_call" in line]
+    assert f"@{target}(" in line
+    return line
+
+
+@needs_kernels
+@EVERY
+def test_lowers_to_the_handler(name):
+    function, target, _ = CASES[name]
+    custom_call(lowered(function, *shapes(name)), target)
+
+
+@needs_kernels
+def test_attributes_and_layouts_of_the_epilogue():
+    line = custom_call(lowered(varlen, *shapes("varlen")), native.EPILOGUE_TARGET)
+    attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)[1]
+    assert attributes == (
+        "fp8_permuted_columns = 0 : i32, has_cu_seqlens = 1 : i32, has_seqused = 1 : i32, "
+        "normalised = 1 : i32, num_batch_dims = 0 : i32"
+    )
+    # acc (Hk, S, M, D) lies as (S, Hk, M, D), o (Hk, G, T, D) as (T, Hk, G, D).
+    layouts = LAYOUTS.search(line)
+    operands, results = (re.findall(r"dense<\[(.*?)\]>", part) for part in layouts.groups())
+    assert operands == ["3, 2, 0, 1", "2, 0, 1", "1, 0", "1, 0"]
+    assert results == ["3, 1, 0, 2", "2, 1, 0"]
+
+
+@needs_kernels
+def test_attributes_and_layouts_of_combine():
+    line = custom_call(lowered(fa.combine, *shapes("combine")), native.COMBINE_TARGET)
+    assert "mhlo.backend_config = {num_batch_dims = 1 : i32}" in line
+    # out_partial (B, H, N, T, D) lies as (N, B, T, H, D), lse_partial (B, H, N, T) as (N, B, H, T).
+    layouts = LAYOUTS.search(line)
+    operands, results = (re.findall(r"dense<\[(.*?)\]>", part) for part in layouts.groups())
+    assert operands == ["4, 1, 3, 0, 2", "3, 1, 0, 2"]
+    assert results == ["3, 1, 2, 0", "2, 1, 0"]
+
+
+@needs_kernels
+def test_fp8_order_and_unnormalised_form_reach_the_handler():
+    def function(acc, row_max, row_sum):
+        return fa.epilogue(acc, row_max=row_max, row_sum=row_sum, fp8_permuted_columns=True)
+
+    text = lowered(function, *shapes("packed_heads"))
+    line = custom_call(text, native.EPILOGUE_TARGET)
+    assert "fp8_permuted_columns = 1 : i32" in line and "normalised = 0 : i32" in line
+
+
+@EVERY
+def test_xla_is_the_reference_on_cuda(name):
+    function = CASES[name][0]
+    if function is fa.combine:
+        function = fa.reference.combine
+    else:
+        function = functools.partial(xla_only, function)
+    assert "custom_call" not in lowered(function, *shapes(name))
+
+
+def xla_only(function, *operands):
+    """Call `function` where ``fa.epilogue`` is that of ``implementation="xla"``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fa, "epilogue", functools.partial(fa.epilogue, implementation="xla"))
+        return function(*operands)
+
+
+def test_partial_results_in_16_bits_run_the_reference():
+    out_partial, lse_partial = shapes("combine")
+    out_partial = jax.ShapeDtypeStruct(out_partial.shape, jnp.bfloat16)
+    assert "custom_call" not in lowered(fa.combine, out_partial, lse_partial)
+
+
+def epilogue_with(implementation):
+    """A new function: JAX remembers what it traced an old one to."""
+    return lambda acc, lse: fa.epilogue(acc, lse=lse, implementation=implementation)
+
+
+@needs_kernels
+def test_cuda_is_an_error_on_other_platforms():
+    traced = jax.jit(epilogue_with("cuda")).trace(*shapes("dense"))
+    custom_call(traced.lower(lowering_platforms=("cuda",)).as_text(), native.EPILOGUE_TARGET)
+    with pytest.raises(NotImplementedError, match=r"jax_fa_epilogue\.epilogue.*platform cpu"):
+        traced.lower(lowering_platforms=("cpu",))
+
+
+def test_cuda_names_a_build_without_cuda(monkeypatch):
+    monkeypatch.setattr(native, "_native", FakeModule(cuda_built=False))
+    with pytest.raises(NotImplementedError, match=r"'cuda' is not available.*without CUDA"):
+        jax.eval_shape(epilogue_with("cuda"), *shapes("dense"))
+    assert "custom_call" not in lowered(epilogue_with(None), *shapes("dense"))
+
+
+@needs_kernels
+def test_cuda_names_a_kernel_that_is_not_built(monkeypatch):
+    plan = {"built": False, "kernel": "bf16_128_plain_64_3"}
+    monkeypatch.setattr(fa.api, "_native", FakeModule(plan_epilogue=lambda **_: plan))
+    with pytest.raises(NotImplementedError, match="bf16_128_plain_64_3 is not built"):
+        jax.eval_shape(epilogue_with("cuda"), *shapes("dense"))
+    assert "custom_call" not in lowered(epilogue_with(None), *shapes("dense"))
+
+
+class FakeModule:
+    """Stands in for the compiled module."""
+
+    def __init__(self, **members):
+        self.__dict__.update(members)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("kind", "covered"),
+    [
+        ("NVIDIA H200", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA GH200 480GB", True),
+        ("NVIDIA H20", True),
+        ("NVIDIA A100-SXM4-80GB", False),
+        ("NVIDIA B200", False),
+        ("NVIDIA GB200", False),
+    ],
+)
+def test_the_mesh_says_which_device_is_meant(kind, covered):
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        reason = native.unsupported_here()
+    assert (reason is None) == covered
+    assert covered or kind in reason
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("capability", "covered"), [("9.0", True), ("8.0", False), ("10.0", False)]
+)
+def test_the_local_device_decides_without_a_mesh(monkeypatch, capability, covered):
+    devices = [FakeModule(compute_capability=capability)]
+    monkeypatch.setattr(native.jax, "devices", lambda platform: devices)
+    reason = native.unsupported_here()
+    assert (reason is None) == covered
+    assert covered or f"compute capability {capability}" in reason
+
+
+def test_newer_ffi_headers_are_refused():
+    native.check_ffi_api_version((0, 3), (0, 3))
+    native.check_ffi_api_version((0, 3), (0, 4))
+    for built, running in (((0, 4), (0, 3)), ((1, 0), (0, 4)), ((0, 3), (1, 0))):
+        with pytest.raises(ImportError, match="Upgrade jax and jaxlib"):
+            native.check_ffi_api_version(built, running)
+    assert tuple(_native.ffi_api_version()) <= native.running_ffi_api_version()
+
+
+# ---- Compiled for an H200 -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def topology():
+    if not BUILT:
+        pytest.skip("built without all CUDA kernels")
+    try:
+        return topologies.get_topology_desc(
+            platform="cuda", target_config=TARGET_CONFIG.read_text(), topology="1x1x8"
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        pytest.skip(f"no compiler for CUDA (jax-cuda13-plugin and jax-cuda13-pjrt): {error}")
+
+
+@pytest.fixture(scope="module")
+def device(topology):
+    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def compiled(function, operands, options=None):
+    lowered = jax.jit(function).lower(*operands)
+    try:
+        return lowered.compile(compiler_options=options).as_text()
+    except jax.errors.JaxRuntimeError as error:
+        if "ptxas" in str(error):
+            pytest.skip(f"no ptxas: {error}")
+        raise
+
+
+def instructions(text):
+    """How often the program has each instruction, those inside fusions included."""
+    found = re.findall(r"^\s+(?:ROOT )?%?\S+ = .*? ([a-z][a-z0-9-]*)\(", text, re.MULTILINE)
+    return collections.Counter(found)
+
+
+FREE = {"parameter", "bitcast", "get-tuple-element", "tuple", "custom-call"}
+COLLECTIVES = r"all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|partition-id"
+
+
+def place(name, sharding):
+    return [jax.ShapeDtypeStruct(s, t, sharding=sharding(spec)) for s, t, spec in CASES[name][2]]
+
+
+@EVERY
+def test_one_custom_call_and_no_copies(name, device):
+    text = compiled(CASES[name][0], place(name, lambda spec: device))
+    found = instructions(text)
+    assert found["custom-call"] == 1
+    assert set(found) <= FREE, found
+
+
+@EVERY
+def test_unmapped_operands_are_not_broadcast(name, device):
+    """vmap over the first operand only."""
+    first, *rest = place(name, lambda spec: device)
+    first = jax.ShapeDtypeStruct((COPIES, *first.shape), first.dtype, sharding=device)
+    mapped = jax.vmap(CASES[name][0], (0, *(None for _ in rest)))
+    found = instructions(compiled(mapped, [first, *rest]))
+    assert found["custom-call"] == 1
+    assert set(found) <= FREE, found
+
+
+def local_shapes(text, target):
+    """Sizes of operands of the only custom call."""
+    (line,) = [line for line in text.splitlines() if f'custom_call_target="{target}"' in line]
+    constraints = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)[1]
+    return [
+        tuple(map(int, sizes.split(","))) for sizes in re.findall(r"\w\[([\d,]+)\]", constraints)
+    ]
+
+
+# Local shapes on a (2, 4) mesh, logical forms; descriptors are broadcast over batch and heads.
+B_LOCAL, H_LOCAL = B // 2, H // 4
+LOCAL = {
+    "dense": [(B_LOCAL, H_LOCAL, 1, M, D), (B_LOCAL, H_LOCAL, 1, M)],
+    "dense_seqused": [
+        (B_LOCAL, H_LOCAL, 1, M, D),
+        (B_LOCAL, H_LOCAL, 1, M),
+        (B_LOCAL, H_LOCAL, 1),
+    ],
+    "packed_heads": [
+        (B_LOCAL, H_LOCAL, 1, M, D),
+        (B_LOCAL, H_LOCAL, 1, M),
+        (B_LOCAL, H_LOCAL, 1, M),
+    ],
+    "varlen": [
+        (H_LOCAL, SEQUENCES, M, D),
+        (H_LOCAL, SEQUENCES, M),
+        (H_LOCAL, SEQUENCES + 1),
+        (H_LOCAL, SEQUENCES),
+    ],
+    "splits": [
+        (N, B_LOCAL, H_LOCAL, 1, M, D),
+        (N, B_LOCAL, H_LOCAL, 1, M),
+        (N, B_LOCAL, H_LOCAL, 1, M),
+    ],
+    "combine": [(B_LOCAL, H_LOCAL, N, M, D), (B_LOCAL, H_LOCAL, N, M)],
+    "combine_packed": [(1, H_LOCAL, N, M, D), (1, H_LOCAL, N, M)],
+}
+
+
+def check_local(text, name, shapes=None):
+    """Each device works on its own part, without communication and without padding."""
+    assert not re.search(COLLECTIVES, text)
+    assert not {"pad", "copy", "transpose", "dynamic-slice"} & set(instructions(text))
+    assert local_shapes(text, CASES[name][1]) == (shapes or LOCAL[name])
+
+
+def mesh_of(topology, axis_type):
+    names = ("data", "model")
+    devices = topologies.make_mesh(topology, (2, 4), names).devices
+    return jax.sharding.Mesh(devices, names, axis_types=(axis_type, axis_type))
+
+
+@EVERY
+def test_partitioned_without_communication(name, topology):
+    mesh = mesh_of(topology, AxisType.Auto)
+    text = compiled(CASES[name][0], place(name, functools.partial(NamedSharding, mesh)))
+    check_local(text, name)
+
+
+@EVERY
+def test_explicit_sharding_without_communication(name, topology):
+    mesh = mesh_of(topology, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        text = compiled(CASES[name][0], place(name, functools.partial(NamedSharding, mesh)))
+    check_local(text, name)
+
+
+@EVERY
+def test_shard_map_over_one_axis_without_communication(name, topology):
+    """Heads by hand, batch by the partitioner."""
+    mesh = mesh_of(topology, AxisType.Auto)
+    function, _, operands = CASES[name]
+    results = jax.eval_shape(function, *shapes(name))
+
+    def only_model(spec):
+        return P(*(axis if axis == "model" else None for axis in spec))
+
+    # In out heads are the axis before the last one, in lse the axis before the queries.
+    out_specs = tuple(P(*[None] * (r.ndim - 2), "model") for r in results)
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=tuple(only_model(spec) for _, _, spec in operands),
+        out_specs=out_specs,
+        axis_names={"model"},
+    )
+    check_local(compiled(mapped, place(name, functools.partial(NamedSharding, mesh))), name)
+
+
+@EVERY
+def test_backward_without_communication(name, topology):
+    mesh = mesh_of(topology, AxisType.Auto)
+    function, _, operands = CASES[name]
+    num_floats = sum(dtype == F32 for _, dtype, _ in operands)
+
+    def pulled(*operands):
+        floats, descriptors = operands[:num_floats], operands[num_floats:]
+        results, vjp = jax.vjp(lambda *floats: function(*floats, *descriptors), *floats)
+        return vjp(results)
+
+    text = compiled(pulled, place(name, functools.partial(NamedSharding, mesh)))
+    assert not re.search(COLLECTIVES, text)
+
+
+def test_shared_operands_are_not_padded_when_the_mapped_axis_is_sharded(topology):
+    """XLA would give all devices but the first one zeros; they are broadcast instead."""
+    mesh = mesh_of(topology, AxisType.Auto)
+    sharding = functools.partial(NamedSharding, mesh)
+    acc = jax.ShapeDtypeStruct((COPIES, *ACC), F32, sharding=sharding(P("data", None, "model")))
+    lse = jax.ShapeDtypeStruct(STATISTIC, F32, sharding=sharding(P(None, "model")))
+    seqused = jax.ShapeDtypeStruct((B,), I32, sharding=sharding(P()))
+    text = compiled(jax.vmap(dense, (0, None, None)), [acc, lse, seqused])
+    copies = COPIES // 2
+    local = [(copies, B, H_LOCAL, 1, M, D), (copies, B, H_LOCAL, 1, M), (copies, B, H_LOCAL, 1)]
+    check_local(text, "dense", local)
+
+
+def test_recorded_into_command_buffers(device, tmp_path):
+    def layers(acc, lse):
+        return [dense(acc * layer, lse + layer) for layer in range(6)]
+
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    compiled(layers, place("dense", lambda spec: device), options)
+    (dump,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    outside, inside = [], []
+    for line in dump.read_text().splitlines():
+        (inside if line.startswith(" ") else outside).append(line)
+    assert any("kCommandBuffer" in line for line in outside)
+    assert not any("kCustomCall" in line for line in outside)
+    assert sum("kCustomCall " in line for line in inside) == 6

@@ -1,0 +1,130 @@
+"""Plans: pure functions of the problem, checked without a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_fa_epilogue import _native
+
+
+def epilogue(**changes):
+    problem = dict(out_dtype="bf16", batch=4, heads_kv=16, sequences=1, rows=8192, head_dim=128)
+    return _native.plan_epilogue(**(problem | changes))
+
+
+def combine(**changes):
+    problem = dict(out_dtype="bf16", batch=4, heads=16, seqlen=2048, head_dim=128, num_splits=8)
+    return _native.plan_combine(**(problem | changes))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@pytest.mark.parametrize("out_dtype", ["bf16", "f16", "f32"])
+def test_every_head_dim_gets_the_narrowest_tile(head_dim, out_dtype):
+    plan = epilogue(head_dim=head_dim, out_dtype=out_dtype)
+    assert plan["head_dim"] == min(d for d in (64, 96, 128, 192, 256) if d >= head_dim)
+    assert plan["out_dtype"] == out_dtype
+    merged = combine(head_dim=head_dim, out_dtype=out_dtype)
+    assert merged["head_dim"] == min(d for d in (32, 64, 128, 256) if d >= head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [0, 4, 7, 12, 100, 257, 264, -8])
+def test_head_dims_out_of_range(head_dim):
+    with pytest.raises(ValueError, match=f"head_dim = {head_dim}, allowed: multiples of 8"):
+        epilogue(head_dim=head_dim)
+    with pytest.raises(ValueError, match=f"head_dim = {head_dim}, allowed: multiples of 8"):
+        combine(head_dim=head_dim)
+
+
+def test_tma_store_exactly_when_fixed_length_unpacked_and_16_bit():
+    assert epilogue()["tma_store"]
+    assert epilogue(out_dtype="f16", fp8_permuted_columns=True)["tma_store"]
+    assert not epilogue(out_dtype="f32")["tma_store"]
+    assert not epilogue(qhead_per_khead=4)["tma_store"]
+    assert not epilogue(has_seqused=True)["tma_store"]
+    assert not epilogue(total_q=8192)["tma_store"]
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 8192])
+def test_every_tile_once(rows):
+    plan = epilogue(rows=rows, batch=3, heads_kv=5)
+    assert plan["num_tiles"] == 3 * 5 * -(-rows // plan["block_m"])
+    assert 1 <= plan["grid"] <= plan["num_tiles"]
+
+
+def test_varlen_bound_holds_for_any_lengths():
+    """Each of the S sequences and both gaps may end inside a tile."""
+    plan = epilogue(sequences=7, batch=1, rows=100, total_q=640)
+    worst = 640 // plan["block_m"] + 7 + 1
+    assert plan["num_tiles"] >= 16 * worst
+
+
+def test_grid_fills_the_device_and_no_more():
+    plan = epilogue()
+    blocks = {k["name"]: k["blocks_per_sm"] for k in _native.kernels() if k["operation"] == "epilogue"}
+    assert plan["grid"] == 132 * blocks[plan["kernel"]]
+    assert epilogue(num_sms=7)["grid"] == 7 * blocks[plan["kernel"]]
+
+
+@pytest.mark.parametrize("changes", [{"batch": 0}, {"heads_kv": 0}, {"rows": 0}])
+def test_nothing_to_do_is_no_launch(changes):
+    assert epilogue(**changes)["grid"] == 0
+    names = {"heads_kv": "heads", "rows": "seqlen"}
+    assert combine(**{names.get(k, k): v for k, v in changes.items()})["grid"] == 0
+
+
+def test_empty_acc_with_a_buffer_to_fill_is_a_launch():
+    assert epilogue(sequences=0, rows=64, total_q=5)["grid"] > 0
+    assert epilogue(sequences=2, rows=0, total_q=5)["grid"] > 0
+
+
+@pytest.mark.parametrize("num_splits", [0, 257, -1])
+def test_split_counts_out_of_range(num_splits):
+    with pytest.raises(ValueError, match=f"num_splits = {num_splits}, allowed: 1 to 256"):
+        combine(num_splits=num_splits)
+
+
+def test_combine_tasks_cover_every_row():
+    plan = combine(seqlen=17, batch=2, heads=3)
+    assert plan["num_tasks"] == 2 * 3 * 3
+    assert plan["grid"] * plan["num_threads"] // 32 >= plan["num_tasks"]
+
+
+def test_what_the_kernels_cannot_count_is_said():
+    with pytest.raises(NotImplementedError, match="31 bits"):
+        epilogue(rows=2**31)
+    with pytest.raises(NotImplementedError, match="31 bits"):
+        epilogue(batch=2**31)
+    with pytest.raises(NotImplementedError, match="31 bits"):
+        combine(batch=2**28, heads=16)
+
+
+def test_fp8_order_needs_whole_groups():
+    with pytest.raises(ValueError, match="head_dim = 72, allowed: multiples of 16"):
+        epilogue(head_dim=72, fp8_permuted_columns=True)
+
+
+def test_golden_plans():
+    assert epilogue() == {
+        "out_dtype": "bf16",
+        "head_dim": 128,
+        "column_order": "plain",
+        "block_m": 64,
+        "stages": 3,
+        "kernel": "epilogue_bf16_128_plain_64_3",
+        "built": epilogue()["built"],
+        "grid": 264,
+        "num_threads": 160,
+        "smem_bytes": 99960,
+        "tma_store": True,
+        "num_tiles": 8192,
+    }
+    assert combine() == {
+        "out_dtype": "bf16",
+        "head_dim": 128,
+        "kernel": "combine_bf16_128",
+        "built": combine()["built"],
+        "grid": 2048,
+        "num_threads": 256,
+        "smem_bytes": 2048,
+        "num_tasks": 16384,
+    }
