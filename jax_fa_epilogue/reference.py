@@ -206,7 +206,7 @@ def combine(out_partial: Any, lse_partial: Any, *, out_dtype: Any = None) -> Any
 
 
 def merge_splits(out: jax.Array, lse: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Merge `axis` (>= 0) of out (..., Dv) and lse (...), which agree otherwise; float32 results."""
+    """Merge `axis` (>= 0) of out (..., Dv) and lse (...), which agree otherwise; in float32."""
     absent = lse == -jnp.inf
     out = jnp.where(absent[..., None], 0.0, out.astype(jnp.float32))
     # lse does not depend on the maximum that is subtracted, so it needs no gradient.

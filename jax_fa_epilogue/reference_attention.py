@@ -18,8 +18,8 @@ of keys (dk, dv); ``delta = rowsum(dout * out) - dlse`` is all that a gradient t
 Arrays are q (*b, Hk, G, Tq, D), k (*b, Hk, Tk, D), v (*b, Hk, Tk, Dv): batch axes and key/value
 heads stay plain batch axes of every product, so that sharding over them needs no communication.
 Dense attention is the case of a single sequence with batch axes; packed attention has many
-sequences and no batch axes. Keys and values outside the tile's sequence are replaced by 0 before
-any product, since 0 * NaN is NaN.
+sequences and no batch axes. Rows of a tile outside its sequence are replaced by 0 before any
+product, since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _forward(
         def key_tile(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, row_max, row_sum = state
             key = index * options.block_k
-            k_tile = tiles_k.load_used(k, sequence, key)
-            v_tile = tiles_k.load_used(v, sequence, key)
+            k_tile = tiles_k.load(k, sequence, key)
+            v_tile = tiles_k.load(v, sequence, key)
             visible = _visible(options, sequences, sequence, row, key)
             logits = jnp.where(visible, _logits(options, q_tile, k_tile), -jnp.inf)
             new_max = jnp.maximum(row_max, logits.max(axis=-1))
@@ -195,8 +195,8 @@ def _backward_rule(
 
         def key_tile(index: jax.Array, dq: jax.Array) -> jax.Array:
             key = index * options.block_k
-            k_tile = tiles_k.load_used(k, sequence, key)
-            v_tile = tiles_k.load_used(v, sequence, key)
+            k_tile = tiles_k.load(k, sequence, key)
+            v_tile = tiles_k.load(v, sequence, key)
             _, ds = recompute(sequence, row, key, tile, k_tile, v_tile)
             return dq + _product("...gqk,...kd->...gqd", ds, k_tile)
 
@@ -206,8 +206,8 @@ def _backward_rule(
 
     def key_tile(position: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         sequence, key = position
-        k_tile = tiles_k.load_used(k, sequence, key)
-        v_tile = tiles_k.load_used(v, sequence, key)
+        k_tile = tiles_k.load(k, sequence, key)
+        v_tile = tiles_k.load(v, sequence, key)
 
         def query_tile(index: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             row = index * options.block_q
@@ -249,7 +249,9 @@ def attention_with_bias(
     all_keys = dataclasses.replace(options, block_k=total_k, num_tiles_k=1)
     tiles_q, tiles_k = _sides(all_keys, sequences)
     nothing = jnp.zeros((), jnp.int32)
-    k, v = (tiles_k.load_used(x, nothing, nothing) for x in (k, v))
+    k, v = (tiles_k.load(x, nothing, nothing) for x in (k, v))
+    inside = jnp.arange(total_q, dtype=jnp.int32)[:, None] < sequences.len_q[..., None, None, None]
+    q = jnp.where(inside, q, jnp.zeros((), q.dtype))
 
     def rows_to_tiles(x: jax.Array | None) -> jax.Array | None:
         if x is None or x.shape[-2] == 1 != total_q:
@@ -264,9 +266,7 @@ def attention_with_bias(
         visible = _visible(all_keys, sequences, nothing, row, nothing)
         if mask is not None:
             visible &= mask if mask_tile is None else mask_tile
-        used = _at(sequences.len_q, nothing)[..., None, None, None, None]
-        inside = row + jnp.arange(options.block_q, dtype=jnp.int32)[:, None] < used
-        logits = _logits(options, jnp.where(inside, q_tile.astype(jnp.float32), 0.0), k)
+        logits = _logits(options, q_tile.astype(jnp.float32), k)
         if bias is not None:
             logits += (bias if bias_tile is None else bias_tile).astype(jnp.float32)
         logits = jnp.where(visible, logits, -jnp.inf)
@@ -329,16 +329,13 @@ class _Side:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, extra), (0, 0)])
 
     def load(self, x: jax.Array, sequence: jax.Array, row: jax.Array) -> jax.Array:
-        """Return a tile of x (..., T, D) as float32; its rows past the sequence hold anything."""
+        """Return a tile of x (*b, ..., T, D) as float32, 0 in rows past the sequence."""
         first = _at(self.start, sequence) + row
         tile = lax.dynamic_slice_in_dim(x, first, self.block, axis=x.ndim - 2)
-        return tile.astype(jnp.float32)
-
-    def load_used(self, x: jax.Array, sequence: jax.Array, row: jax.Array) -> jax.Array:
-        """Return a tile of x (*b, H, T, D) as float32, 0 in rows past the sequence."""
-        length = _at(self.used, sequence)[..., None, None, None]
+        length = _at(self.used, sequence)
+        length = length.reshape(length.shape + (1,) * (x.ndim - length.ndim))
         inside = row + jnp.arange(self.block, dtype=jnp.int32)[:, None] < length
-        return jnp.where(inside, self.load(x, sequence, row), 0.0)
+        return jnp.where(inside, tile.astype(jnp.float32), 0.0)
 
     def rows(self, tiles: jax.Array, total: Any, fill: float = 0.0) -> jax.Array:
         """Lay tiles (num_tiles, ..., block, D) out as the buffer's rows (..., total, D)."""

@@ -1,7 +1,8 @@
 """Naive attention, combine and epilogue in NumPy float64, sharing no code with the package.
 
-Written for being obviously right: loops over batch and heads, explicit boolean masks, whole matrices.
-Arrays have the layouts of the public functions. NaN in rows or keys outside a sequence is never read.
+Written for being obviously right: loops over batch and heads, explicit boolean masks, whole
+matrices. Arrays have the layouts of the public functions. NaN in rows or keys outside a sequence is
+never read.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def attention(
 ):
     """Dense attention, q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv); lse (B, Hq, Sq).
 
-    `keys` (begin, end) restricts every row to a range of keys; `bias` and `mask` are (B, Hq, Sq, Sk).
+    `keys` (begin, end) restricts every row to a range of keys; `bias` and `mask` are
+    (B, Hq, Sq, Sk).
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, seqlen_q, heads, head_dim = q.shape
@@ -233,7 +235,8 @@ def epilogue(
             np.full((batch, heads, seqlen), -np.inf),
         )
     else:
-        out, out_lse = np.zeros((total_q, heads, width)), np.full((heads, total_q), -np.inf)
+        out = np.zeros((total_q, heads, width))
+        out_lse = np.full((heads, total_q), -np.inf)
     for b, h, r in np.ndindex(batch, heads_kv, rows):
         query, head = r // group, h * group + r % group
         length = seqlen if cu_seqlens is None else cu_seqlens[b + 1] - cu_seqlens[b]

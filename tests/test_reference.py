@@ -60,7 +60,7 @@ def dense_operands(seed, batch, seqlen_q, seqlen_k, heads, heads_kv, dim, dim_v,
     return q, k, v, dout, *normal(seed + 1, (batch, heads, seqlen_q))
 
 
-# ---- Dense ------------------------------------------------------------------------------------------
+# ---- Dense ---------------------------------------------------------------------------------------
 
 DENSE = {
     "plain": ((2, 5, 7, 2, 2, 16, 16), {}),
@@ -104,20 +104,22 @@ def test_dense_seqused(which):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_dense_16_bits(dtype):
-    """Within twice the error that XLA makes in the same precision (on out and all gradients)."""
-    q, k, v, dout, dlse = operands = dense_operands(3, 2, 200, 200, 4, 2, 64, 64, dtype)
+    """Within twice the error that XLA makes in the same precision, on out and all gradients."""
+    q, k, v, dout, dlse = dense_operands(3, 1, 70, 70, 2, 1, 64, 64, dtype)
+    dlse = 0 * dlse
     function = functools.partial(reference.flash_attention, causal=True, return_lse=True)
-    results = with_gradients(function)(*operands)
+    results = with_gradients(function)(q, k, v, dout, dlse)
     assert [x.dtype for x in results] == [dtype, jnp.float32, dtype, dtype, dtype]
 
-    exact = oracle.attention(q, k, v, causal=True, dout=dout, dlse=0 * dlse)
-    results = with_gradients(function)(q, k, v, dout, 0 * dlse)
-    out, vjp = jax.vjp(functools.partial(jax.nn.dot_product_attention, is_causal=True), q, k, v)
-    theirs = out, exact.lse, *vjp(dout)
-    for name, x, x_xla, x_exact in zip(NAMES, results, theirs, fields(exact), strict=True):
+    def xla(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True), dlse
+
+    theirs = with_gradients(xla)(q, k, v, dout, dlse)
+    exact = fields(oracle.attention(q, k, v, causal=True, dout=dout, dlse=dlse))
+    for name, x, x_xla, x_exact in zip(NAMES, results, theirs, exact, strict=True):
         error = np.abs(np.asarray(x, np.float64) - x_exact).max()
         allowed = 2 * np.abs(np.asarray(x_xla, np.float64) - x_exact).max() + 1e-5
-        assert error <= (1e-3 if name == "lse" else allowed), name
+        assert error <= (1e-4 if name == "lse" else allowed), name
 
 
 def test_static_hints_change_nothing():
@@ -135,7 +137,6 @@ def test_partials(num_splits):
 
     out, lse = reference.flash_attention_partials(q, k, v, num_splits=num_splits, **keywords)
     assert out.dtype == lse.dtype == jnp.float32
-    chunk = 512 if num_splits == 1 else 256 if num_splits == 2 else 256 if num_splits == 3 else 128
     chunk = {1: 512, 3: 256, 256: 128}[num_splits]
     for n in range(min(num_splits, 5)):
         expected = oracle.attention(q, k, v, keys=(n * chunk, (n + 1) * chunk), **keywords)
@@ -153,7 +154,7 @@ def test_partials(num_splits):
         assert_close(with_gradients(merged)(*operands), fields(expected))
 
 
-# ---- Packed -----------------------------------------------------------------------------------------
+# ---- Packed --------------------------------------------------------------------------------------
 
 
 def packed_operands(seed, total_q, total_k, heads, heads_kv, dim, dim_v, dtype=jnp.float32):
@@ -177,29 +178,18 @@ def test_packed(lengths_q, lengths_k, keywords):
     operands = packed_operands(6, cu_q[-1] + 3, cu_k[-1] + 2, 4, 2, 8, 16)
     q, k, v, dout, dlse = operands
 
+    longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+
     def function(q, k, v, cu_q, cu_k):
         return reference.flash_attention_varlen(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_k,
-            max_seqlen_q=max(lengths_q),
-            max_seqlen_k=max(lengths_k),
-            return_lse=True,
-            **keywords,
+            q, k, v, cu_q, cu_k, return_lse=True, **longest, **keywords
         )
 
+    actual = with_gradients(function)(*operands, cu_q, cu_k)
     if "window_size" in keywords:
         keywords = {"window": keywords["window_size"]}
-        expected = oracle.attention_varlen(q, k, v, cu_q, cu_k, dout=dout, dlse=dlse, **keywords)
-        keywords = {"window_size": keywords["window"]}
-    else:
-        expected = oracle.attention_varlen(q, k, v, cu_q, cu_k, dout=dout, dlse=dlse, **keywords)
-    assert_close(with_gradients(function)(*operands, cu_q, cu_k), fields(expected))
-    # Without gradients the same call takes the descriptors as they are, and checks them.
-    out, lse = function(q, k, v, cu_q, cu_k)
-    assert_close((out, lse), (expected.out, expected.lse))
+    expected = oracle.attention_varlen(q, k, v, cu_q, cu_k, dout=dout, dlse=dlse, **keywords)
+    assert_close(actual, fields(expected))
 
 
 TOTAL, LONGEST = 40, 17
@@ -271,11 +261,11 @@ def test_any_traced_descriptors(cu_q, cu_k, used_q, used_k, tell_the_truth):
     assert_close(any_descriptors(*operands, *descriptors), fields(expected))
 
 
-# ---- What must have no influence --------------------------------------------------------------------
+# ---- What must have no influence -----------------------------------------------------------------
 
 
 def test_poison_dense():
-    """Rows and keys past their lengths hold NaN, cotangents too; results are bitwise those of zeros."""
+    """Bitwise the same results with NaN and with 0 past the lengths and in unused cotangents."""
     q, k, v, dout, dlse = dense_operands(8, 3, 70, 128, 4, 2, 8, 8)
     used_q, used_k = jnp.array([70, 0, 33]), jnp.array([32, 96, 0])
 
@@ -304,7 +294,7 @@ def test_poison_dense():
 
 
 def test_poison_packed():
-    """A sequence's results do not change when all others, and the padding, hold NaN."""
+    """Results of a sequence stay bitwise the same when all others, and the padding, hold NaN."""
     cu_q, cu_k = jnp.array([0, 9, 9, 20, 31]), jnp.array([0, 5, 12, 30, 30])
     operands = packed_operands(9, 34, 33, 2, 1, 8, 8)
 
@@ -341,7 +331,7 @@ def test_poison_packed():
     assert np.isneginf(lse[:, 20:]).all()
 
 
-# ---- dot_product_attention --------------------------------------------------------------------------
+# ---- dot_product_attention -----------------------------------------------------------------------
 
 JAX_NN = {
     "causal": {"is_causal": True},
@@ -368,6 +358,7 @@ def test_dot_product_attention(keywords):
         mask = jnp.ones(keywords.pop("mask"), bool)
 
     def run(function):
+        @jax.jit
         def both(q, k, v, bias):
             return function(q, k, v, bias, mask, return_residual=True, **keywords)
 
@@ -390,7 +381,7 @@ def test_dot_product_attention_without_batch():
 
 
 def test_bias_and_mask_with_empty_rows():
-    """Rows emptied by a mask, by lengths or by a bias of -inf: 0 and -inf, no NaN in any gradient."""
+    """Rows emptied by a mask, by lengths or by a bias of -inf: 0 and -inf, and no NaN anywhere."""
     q, k, v, dout, dlse = dense_operands(13, 2, 150, 20, 2, 1, 8, 8)
     bias, mask = normal(14, (2, 2, 150, 20), (2, 2, 150, 20))
     bias = bias.at[0, :, 140].set(-jnp.inf).at[:, 1, :, 3].set(-jnp.inf)
@@ -436,7 +427,7 @@ def test_bias_and_mask_with_empty_rows():
         np.testing.assert_array_equal(x, y)
 
 
-# ---- Zero sizes -------------------------------------------------------------------------------------
+# ---- Zero sizes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (2, 0, 0)], ids=str)
@@ -482,7 +473,7 @@ def test_large_batch():
     np.testing.assert_array_equal(vjp(dout)[2], dout)
 
 
-# ---- Derivatives, numerically -----------------------------------------------------------------------
+# ---- Derivatives, numerically --------------------------------------------------------------------
 
 
 def test_check_grads_attention():
@@ -546,7 +537,7 @@ def test_epilogue_empty_rows_have_no_gradient(form):
         assert not np.any(x[:, :, 1:])
 
 
-# ---- Transforms -------------------------------------------------------------------------------------
+# ---- Transforms ----------------------------------------------------------------------------------
 
 
 def loss(q, k, v, used=None):
@@ -655,7 +646,7 @@ def test_sharded_jit_needs_no_communication(mesh, function):
 
 
 def test_shard_map(cpu_devices):
-    """Checked for varying axes; k and v are replicated over "data", so their gradients are sums."""
+    """With check_vma; k and v are replicated over "data", so their gradients are sums."""
     mesh = jax.sharding.Mesh(cpu_devices[:, :2], ("data", "model"))
     q, k, v, *_ = dense_operands(25, *SHAPE)
     k, v = k[:2], v[:2]

@@ -68,7 +68,7 @@ CUtensorMap tensor_map(const std::string& what, CUtensorMapDataType type, int el
   CUtensorMap map;
   const CUresult status = encode_tiled()(
       &map, type, kRank, const_cast<void*>(base), sizes, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw DeviceError(what + ": TMA descriptor refused, CUresult " + std::to_string(status));

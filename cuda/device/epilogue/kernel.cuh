@@ -90,9 +90,10 @@ __device__ void epilogue_producer(const EpilogueParams& params,
         const int acc_matrix =
             static_cast<int>(params.batch_map.offset(kAcc, tile.batch) + matrix);
         FullBarrier::arrive_and_expect_tx(full, num_panels * Traits::kPanelBytes);
+        // No evict-first hint: it costs 8 % (108 instead of 100 us for acc (4, 16, 8192, 128)).
         for (int panel = 0; panel < num_panels; ++panel) {
           cute::SM90_TMA_LOAD_3D::copy(&params.acc_tensor_map, full,
-                                       static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                       static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                        smem.acc[ring.stage] + panel * Traits::kPanelBytes,
                                        panel * kAccPanelColumns, tile.row_begin, acc_matrix);
         }
