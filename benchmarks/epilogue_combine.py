@@ -2,10 +2,11 @@
 
     python benchmarks/epilogue_combine.py --json result.json --plot result.png
 
-Needs a CUDA device of compute capability 9.0. All contenders of a row are measured interleaved in one
-run. GB/s count each input and output byte once (valid rows only for packed sequences), in 1e9 bytes.
-FA3's combine takes part where torch and the PyPI package fa3-fwd are installed, in a process of its own
-memory pool. The plot can be drawn elsewhere from the JSON: `--plot result.png --from result.json`.
+Needs a CUDA device of compute capability 9.0. All contenders of a row are measured interleaved in
+one run. GB/s count each input and output byte once (valid rows only for packed sequences), in 1e9
+bytes. FA3's combine takes part where torch and the PyPI package fa3-fwd are installed, in a process
+of its own memory pool. The plot can be drawn elsewhere from the JSON: `--plot result.png --from
+result.json`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ REPEATS = 8
 
 
 def nbytes(*arrays):
+    """Bytes of all arrays together."""
     return sum(x.nbytes for x in jax.tree.leaves(arrays))
 
 
@@ -41,11 +43,13 @@ def normalise(acc, row_max, row_sum):
 
 
 def xla_dense(acc, row_max, row_sum, dtype):
+    """Heads behind rows; also with leading splits."""
     out, lse = normalise(acc, row_max, row_sum)
     return jnp.swapaxes(out.astype(dtype), -3, -2), lse
 
 
 def xla_packed(acc, row_max, row_sum, group):
+    """Rows of acc run over (query, query head of the group)."""
     out, lse = normalise(acc, row_max, row_sum)
     batch, heads, rows, head_dim = acc.shape
     split = (batch, heads, rows // group, group)
@@ -57,6 +61,7 @@ def xla_packed(acc, row_max, row_sum, group):
 
 
 def xla_fp8(acc, row_max, row_sum):
+    """The column order of fp8 main loops."""
     out, lse = normalise(acc, row_max, row_sum)
     *leading, head_dim = acc.shape
     out = out.astype(jnp.bfloat16).reshape(*leading, head_dim // 16, 2, 8)
@@ -92,6 +97,7 @@ def xla_varlen_slices(acc, row_max, row_sum, cu_seqlens, total_q):
 
 
 def xla_combine(out_partial, lse_partial):
+    """Plain formulation of the merger."""
     lse = jax.nn.logsumexp(lse_partial, axis=0)
     weight = jnp.exp(lse_partial - jnp.where(jnp.isneginf(lse), 0, lse))
     weight = jnp.swapaxes(weight, -1, -2)[..., None]
@@ -124,6 +130,7 @@ def programs(functions, operands):
 
 
 def report(rows, name, seconds, size, copy_speed, ours="ours"):
+    """Append a row of results, in GB/s, and print it."""
     row = {"name": name, "bytes": size}
     row["gb_per_s"] = {k: size / timing.median(v) / 1e9 for k, v in seconds.items() if k != "copy"}
     row["copy_gb_per_s"] = copy_speed / timing.median(seconds["copy"]) / 1e9
@@ -140,6 +147,7 @@ def report(rows, name, seconds, size, copy_speed, ours="ours"):
 
 
 def measure_epilogue(rows, rounds):
+    """Append a row for each form of the epilogue, after a comparison of the results."""
     copy, copy_bytes = copy_contender()
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (BATCH, HEADS, ROWS)
@@ -163,9 +171,11 @@ def measure_epilogue(rows, rounds):
             },
         )
         yield "fp8 order", {"fp8_permuted_columns": True}, {"xla": xla_fp8}
-        yield "fp32, 4 splits", {"out_dtype": jnp.float32}, {
-            "xla": lambda a, m, s: xla_dense(a, m, s, jnp.float32)
-        }
+        yield (
+            "fp32, 4 splits",
+            {"out_dtype": jnp.float32},
+            {"xla": lambda a, m, s: xla_dense(a, m, s, jnp.float32)},
+        )
 
     for name, keywords, others in cases():
         operands = (acc, statistics["row_max"], statistics["row_sum"])
@@ -215,6 +225,7 @@ def fa3_combine(out_partial, lse_partial):
 
 
 def measure_combine(rows, rounds):
+    """Append a row for each number of splits, after a comparison of the results."""
     copy, copy_bytes = copy_contender()
     seqlen = ROWS // 4
     for splits in SPLITS:
@@ -241,6 +252,7 @@ def measure_combine(rows, rounds):
 
 
 def draw(result, path):
+    """Bar charts of all rows, a chart per operation."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -255,7 +267,8 @@ def draw(result, path):
             at = [n + i * width for n, row in enumerate(rows) if contender in row["gb_per_s"]]
             speed = [row["gb_per_s"][contender] for row in rows if contender in row["gb_per_s"]]
             ax.bar(at, speed, width, label=contender)
-        ax.axhline(result["rows"][0]["copy_gb_per_s"], color="black", linewidth=1, label="device copy")
+        copy = result["rows"][0]["copy_gb_per_s"]
+        ax.axhline(copy, color="black", linewidth=1, label="device copy")
         names = [row["name"].removeprefix(operation + " ") for row in rows]
         ax.set_xticks([n + 0.4 - width / 2 for n in range(len(rows))], names, rotation=20)
         ax.set_ylabel("GB/s")
@@ -265,6 +278,7 @@ def draw(result, path):
 
 
 def main():
+    """Measure, write, draw, as the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--plot", help="draw the result here (needs matplotlib)")

@@ -13,7 +13,10 @@ Call = Callable[[], Any]
 
 
 def interleave(
-    contenders: dict[str, Call], rounds: int = 11, calls: int = 5, wait: dict[str, Call] | None = None
+    contenders: dict[str, Call],
+    rounds: int = 11,
+    calls: int = 5,
+    wait: dict[str, Call] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each contender, one entry per round.
 

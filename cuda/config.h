@@ -3,6 +3,8 @@
 // No CUDA here.
 #pragma once
 
+#include "index_maps.h"
+
 namespace fa {
 
 enum class DataType { bf16, f16, f32 };
@@ -24,11 +26,6 @@ inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kRowsPerWarpgroup = 64;
 
-// Shared memory of one multiprocessor of compute capability 9.0, and what each block costs on top of
-// what it asks for.
-inline constexpr int kSmemBytesPerSm = 233472;
-inline constexpr int kSmemBytesReservedPerBlock = 1024;
-
 // ---- Epilogue ------------------------------------------------------------------------------------
 
 struct EpilogueConfig {
@@ -36,26 +33,17 @@ struct EpilogueConfig {
   int head_dim;  // columns of the tile; the call's head_dim may be smaller
   ColumnOrder column_order;
   int block_m;  // rows of the tile
-  int stages;   // accumulator tiles in shared memory
+  int blocks_per_sm;
   bool operator==(const EpilogueConfig&) const = default;
 };
 
-// Scheduling record, barriers and the rows' statistics of one stage, in bytes.
-constexpr int epilogue_stage_extra_bytes(const EpilogueConfig& config) {
-  return 2 * 8 + 6 * 4 + 2 * config.block_m * 4;
-}
-
+// The accumulator, and per row what RowStatistics and LSE need; then the barrier.
 constexpr int epilogue_smem_bytes(const EpilogueConfig& config) {
-  return config.stages *
-         (config.block_m * config.head_dim * 4 + epilogue_stage_extra_bytes(config));
+  return config.block_m * (acc_pitch_bytes(config.head_dim) + 12) + 8;
 }
 
 constexpr int epilogue_num_threads(const EpilogueConfig& config) {
-  return config.block_m / kRowsPerWarpgroup * kWarpgroupSize + kWarpSize;
-}
-
-constexpr int epilogue_blocks_per_sm(const EpilogueConfig& config) {
-  return kSmemBytesPerSm / (epilogue_smem_bytes(config) + kSmemBytesReservedPerBlock);
+  return config.block_m / kRowsPerWarpgroup * kWarpgroupSize;
 }
 
 // ---- Combine -------------------------------------------------------------------------------------

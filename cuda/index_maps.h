@@ -2,8 +2,6 @@
 // tests check each of them exhaustively on a CPU; kernels call nothing else to find an element.
 #pragma once
 
-#include "config.h"
-
 #ifdef __CUDACC__
 #define FA_HOST_DEVICE __host__ __device__
 #else
@@ -50,13 +48,30 @@ FA_HOST_DEVICE constexpr int output_offset_bytes(int row, int column, int block_
   return column / panel * (block_m * span) + swizzle(row * span + column % panel * 2, span);
 }
 
-// Byte offset of (row, column) in a stage of the fp32 accumulator tile: panels of 32 columns.
-inline constexpr int kAccPanelColumns = 32;
+// A stage of the fp32 accumulator tile: rows as in global memory, 32 bytes apart, so that the fragment
+// reads (8 bytes from each of 4 rows per half warp) have no bank conflicts.
+FA_HOST_DEVICE constexpr int acc_pitch_bytes(int head_dim) { return 4 * head_dim + 32; }
 
-FA_HOST_DEVICE constexpr int acc_offset_bytes(int row, int column, int block_m) {
-  constexpr int kSpan = 4 * kAccPanelColumns;
-  return column / kAccPanelColumns * (block_m * kSpan) +
-         swizzle(row * kSpan + column % kAccPanelColumns * 4, kSpan);
+FA_HOST_DEVICE constexpr int acc_offset_bytes(int row, int column, int head_dim) {
+  return row * acc_pitch_bytes(head_dim) + 4 * column;
+}
+
+// The sequence that holds `token`: the b with offset(b) <= token < offset(b + 1), by binary search over
+// num_sequences + 1 ascending offsets; -1 or num_sequences where there is none. Whatever the offsets are,
+// the result satisfies the inequalities, so that a row found with it never lies outside the buffer.
+template <typename Offset>
+FA_HOST_DEVICE constexpr int find_sequence(const Offset& offset, int num_sequences, int token) {
+  int low = 0;
+  int high = num_sequences + 1;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (offset(middle) <= token) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low - 1;
 }
 
 }  // namespace fa

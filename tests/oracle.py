@@ -207,7 +207,7 @@ def epilogue(
     total_q=None,
     fp8_permuted_columns=False,
 ):
-    """Lay acc ([N,] B, H, M, Dv) out as api.md's ``epilogue`` does; float64 results, not rounded."""
+    """Lay acc ([N,] B, H, M, Dv) out as ``epilogue`` does; float64 results, not rounded."""
     acc = np.asarray(acc, np.float64)
     if acc.ndim == 5:
         parts = [

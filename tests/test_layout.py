@@ -74,23 +74,42 @@ def test_output_tile_is_a_bijection_without_bank_conflicts(head_dim, block_m):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_accumulator_stage_is_a_bijection(head_dim):
-    block_m = 64
-    offsets = [
-        maps.acc_offset_bytes(row, column, block_m)
-        for row in range(block_m)
-        for column in range(head_dim)
-    ]
-    assert sorted(offsets) == list(range(0, 4 * block_m * head_dim, 4))
+def test_accumulator_stage_rows_do_not_overlap(head_dim):
+    pitch = maps.acc_offset_bytes(1, 0, head_dim)
+    assert pitch >= 4 * head_dim and pitch % 16 == 0, "bulk copies write whole units of 16 bytes"
+    for row in range(64):
+        for column in range(head_dim):
+            assert maps.acc_offset_bytes(row, column, head_dim) == row * pitch + 4 * column
+    assert 64 * pitch % 1024 == 0, "O borrows the stage, and its swizzle repeats every 1024 bytes"
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_accumulator_reads_have_at_most_two_way_conflicts(head_dim):
-    """A half warp reads 16 x 8 bytes at once: 1 wavefront is ideal, the swizzle reaches 2."""
+def test_accumulator_reads_have_no_bank_conflicts(head_dim):
+    """A half warp reads 16 x 8 bytes at once: they must cover all 32 banks."""
     for index in range(0, head_dim // 2, 2):
         for half in range(2):
             words = []
             for thread in range(16 * half, 16 * half + 16):
                 row, column = maps.accumulator_coordinate(thread, index)
-                words += [maps.acc_offset_bytes(row, column, 64) // 4 + i for i in (0, 1)]
-            assert np.bincount(np.array(words) % 32).max() <= 2
+                words += [maps.acc_offset_bytes(row, column, head_dim) // 4 + i for i in (0, 1)]
+            assert sorted(word % 32 for word in words) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    "offsets", [(0,), (0, 0), (0, 5), (0, 3, 3, 7, 7), (2, 4, 9), tuple(range(40))]
+)
+def test_find_sequence(offsets):
+    sequences = len(offsets) - 1
+    for token in range(-1, offsets[-1] + 2):
+        found = maps.find_sequence(list(offsets), token)
+        holding = [b for b in range(sequences) if offsets[b] <= token < offsets[b + 1]]
+        assert found == (holding[0] if holding else -1 if token < offsets[0] else sequences)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_find_sequence_keeps_its_promise_on_offsets_that_lie(seed):
+    offsets = [int(x) for x in np.random.default_rng(seed).integers(-5, 20, 9)]
+    for token in range(20):
+        found = maps.find_sequence(offsets, token)
+        if 0 <= found < len(offsets) - 1:
+            assert offsets[found] <= token < offsets[found + 1]

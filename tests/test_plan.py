@@ -45,24 +45,25 @@ def test_tma_store_exactly_when_fixed_length_unpacked_and_16_bit():
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 8192])
-def test_every_tile_once(rows):
-    plan = epilogue(rows=rows, batch=3, heads_kv=5)
-    assert plan["num_tiles"] == 3 * 5 * -(-rows // plan["block_m"])
-    assert 1 <= plan["grid"] <= plan["num_tiles"]
+@pytest.mark.parametrize("group", [1, 4])
+def test_every_tile_once(rows, group):
+    plan = epilogue(rows=rows * group, batch=3, heads_kv=5, qhead_per_khead=group)
+    assert plan["grid"] == 3 * 5 * -(-rows * group // plan["block_m"])
 
 
-def test_varlen_bound_holds_for_any_lengths():
-    """Each of the S sequences and both gaps may end inside a tile."""
-    plan = epilogue(sequences=7, batch=1, rows=100, total_q=640)
-    worst = 640 // plan["block_m"] + 7 + 1
-    assert plan["num_tiles"] >= 16 * worst
+def test_packed_sequences_share_tiles():
+    """Tiles cover the output buffer, however it is cut into sequences."""
+    plan = epilogue(sequences=1000, batch=1, rows=100, total_q=640)
+    assert plan["grid"] == 16 * 640 // plan["block_m"]
 
 
-def test_grid_fills_the_device_and_no_more():
-    plan = epilogue()
-    blocks = {k["name"]: k["blocks_per_sm"] for k in _native.kernels() if k["operation"] == "epilogue"}
-    assert plan["grid"] == 132 * blocks[plan["kernel"]]
-    assert epilogue(num_sms=7)["grid"] == 7 * blocks[plan["kernel"]]
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("out_dtype", ["bf16", "f32"])
+def test_blocks_fit_a_multiprocessor(head_dim, out_dtype):
+    """Compute capability 9.0: 228 KiB of shared memory, 1 KiB of it reserved per block."""
+    plan = epilogue(head_dim=head_dim, out_dtype=out_dtype)
+    assert plan["blocks_per_sm"] * (plan["smem_bytes"] + 1024) <= 228 * 1024
+    assert plan["smem_bytes"] <= 227 * 1024
 
 
 @pytest.mark.parametrize("changes", [{"batch": 0}, {"heads_kv": 0}, {"rows": 0}])
@@ -95,6 +96,8 @@ def test_what_the_kernels_cannot_count_is_said():
     with pytest.raises(NotImplementedError, match="31 bits"):
         epilogue(batch=2**31)
     with pytest.raises(NotImplementedError, match="31 bits"):
+        epilogue(batch=2**24, heads_kv=16, rows=8192)
+    with pytest.raises(NotImplementedError, match="31 bits"):
         combine(batch=2**28, heads=16)
 
 
@@ -109,14 +112,13 @@ def test_golden_plans():
         "head_dim": 128,
         "column_order": "plain",
         "block_m": 64,
-        "stages": 3,
-        "kernel": "epilogue_bf16_128_plain_64_3",
+        "blocks_per_sm": 5,
+        "kernel": "epilogue_bf16_128_plain_64_5",
         "built": epilogue()["built"],
-        "grid": 264,
-        "num_threads": 160,
-        "smem_bytes": 99960,
+        "grid": 8192,
+        "num_threads": 128,
+        "smem_bytes": 35592,
         "tma_store": True,
-        "num_tiles": 8192,
     }
     assert combine() == {
         "out_dtype": "bf16",

@@ -50,7 +50,6 @@ void epilogue(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Result<ffi:
                              problem.rows == problem.seqlen * problem.qhead_per_khead),
           "acc: dense rows must be queries times qhead_per_khead");
   arguments.acc = static_cast<const float*>(acc.untyped_data());
-  arguments.acc_matrices = product(in, 0, b + 2);
   arguments.o = o->untyped_data();
   arguments.lse = static_cast<float*>(lse->untyped_data());
 

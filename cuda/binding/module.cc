@@ -2,6 +2,7 @@
 // handlers as capsules, and the index maps for the tests.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "host/plan.h"
 #include "host/registry.h"
@@ -34,7 +35,7 @@ nb::dict to_dict(const EpilogueConfig& config) {
   dict["head_dim"] = config.head_dim;
   dict["column_order"] = name(config.column_order);
   dict["block_m"] = config.block_m;
-  dict["stages"] = config.stages;
+  dict["blocks_per_sm"] = config.blocks_per_sm;
   return dict;
 }
 
@@ -69,9 +70,7 @@ nb::dict to_dict(const Plan& plan) {
 nb::list kernels() {
   nb::list list;
   for (const EpilogueKernel& kernel : epilogue_kernels()) {
-    nb::dict dict = to_dict(kernel, "epilogue", epilogue_num_threads(kernel.config));
-    dict["blocks_per_sm"] = epilogue_blocks_per_sm(kernel.config);
-    list.append(dict);
+    list.append(to_dict(kernel, "epilogue", epilogue_num_threads(kernel.config)));
   }
   for (const CombineKernel& kernel : combine_kernels()) {
     list.append(to_dict(kernel, "combine", kCombineWarps * kWarpSize));
@@ -120,7 +119,7 @@ NB_MODULE(_native, module) {
       "plan_epilogue",
       [](const std::string& out_dtype, int64_t batch, int64_t heads_kv, int64_t sequences,
          int64_t rows, int64_t head_dim, int64_t qhead_per_khead, int64_t total_q,
-         bool fp8_permuted_columns, bool has_seqused, int num_sms) {
+         bool fp8_permuted_columns, bool has_seqused) {
         EpilogueProblem problem;
         problem.out_dtype = parse_data_type(out_dtype);
         problem.column_order = fp8_permuted_columns ? ColumnOrder::fp8 : ColumnOrder::plain;
@@ -133,28 +132,25 @@ NB_MODULE(_native, module) {
         problem.seqlen = total_q >= 0 ? total_q : rows / qhead_per_khead;
         problem.has_cu_seqlens = total_q >= 0;
         problem.has_seqused = has_seqused;
-        const EpiloguePlan plan = plan_epilogue(problem, DeviceInfo{num_sms});
+        const EpiloguePlan plan = plan_epilogue(problem);
         nb::dict dict = to_dict(plan);
         dict["tma_store"] = plan.tma_store;
-        dict["num_tiles"] = plan.num_tiles;
         return dict;
       },
       "out_dtype"_a, "batch"_a, "heads_kv"_a, "sequences"_a, "rows"_a, "head_dim"_a,
       "qhead_per_khead"_a = 1, "total_q"_a = -1, "fp8_permuted_columns"_a = false,
-      "has_seqused"_a = false, "num_sms"_a = 132);
+      "has_seqused"_a = false);
   module.def(
       "plan_combine",
       [](const std::string& out_dtype, int64_t batch, int64_t heads, int64_t seqlen,
-         int64_t head_dim, int64_t num_splits, int num_sms) {
+         int64_t head_dim, int64_t num_splits) {
         const CombinePlan plan = plan_combine(
-            {parse_data_type(out_dtype), batch, heads, seqlen, head_dim, num_splits},
-            DeviceInfo{num_sms});
+            {parse_data_type(out_dtype), batch, heads, seqlen, head_dim, num_splits});
         nb::dict dict = to_dict(plan);
         dict["num_tasks"] = plan.num_tasks;
         return dict;
       },
-      "out_dtype"_a, "batch"_a, "heads"_a, "seqlen"_a, "head_dim"_a, "num_splits"_a,
-      "num_sms"_a = 132);
+      "out_dtype"_a, "batch"_a, "heads"_a, "seqlen"_a, "head_dim"_a, "num_splits"_a);
 
   nb::module_ maps = module.def_submodule("index_maps", "The kernels' index maps, for the tests.");
   maps.def("accumulator_coordinate", [](int thread, int index) {
@@ -166,6 +162,10 @@ NB_MODULE(_native, module) {
   maps.def("output_panel_columns", &output_panel_columns);
   maps.def("output_offset_bytes", &output_offset_bytes);
   maps.def("acc_offset_bytes", &acc_offset_bytes);
+  maps.def("find_sequence", [](const std::vector<int>& offsets, int token) {
+    return find_sequence([&](int i) { return offsets.at(i); }, static_cast<int>(offsets.size()) - 1,
+                         token);
+  });
 
 #if JAX_FA_CUDA_BUILT
   module.def("fail_next_launch", &fail_next_launch, "Test hook: the next launch fails.");

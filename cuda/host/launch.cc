@@ -76,6 +76,18 @@ CUtensorMap tensor_map(const std::string& what, CUtensorMapDataType type, int el
   return map;
 }
 
+// The kernels' code is for compute capability 9.0 and nothing newer.
+void check_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "finding the current device");
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+  const int minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
+  if (major != 9 || minor != 0) {
+    throw NotCovered("the kernels need compute capability 9.0, the device has " +
+                     std::to_string(major) + "." + std::to_string(minor));
+  }
+}
+
 template <typename Kernel>
 const void* symbol_of(const std::vector<Kernel>& kernels, const std::string& name) {
   for (const Kernel& kernel : kernels) {
@@ -104,34 +116,16 @@ void launch(const Plan& plan, const void* symbol, const Params& params, cudaStre
 
 void fail_next_launch() { fail_next = true; }
 
-DeviceInfo current_device() {
-  int device = 0;
-  check(cudaGetDevice(&device), "finding the current device");
-  const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
-  const int minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
-  if (major != 9 || minor != 0) {
-    throw NotCovered("the kernels need compute capability 9.0, the device has " +
-                     std::to_string(major) + "." + std::to_string(minor));
-  }
-  return {attribute(cudaDevAttrMultiProcessorCount, device)};
-}
-
 void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream) {
   const EpilogueProblem& problem = arguments.problem;
-  const EpiloguePlan plan = plan_epilogue(problem, current_device());
+  const EpiloguePlan plan = plan_epilogue(problem);
   if (plan.grid == 0) return;
+  check_device();
   const void* const symbol = symbol_of(epilogue_kernels(), plan.kernel);
   const int64_t head_dim = problem.head_dim;
   const int64_t heads = problem.heads_kv * problem.qhead_per_khead;
 
   EpilogueParams params = {};
-  // Without a row of acc no tile reads it, and an empty buffer has no descriptor.
-  if (problem.rows > 0 && arguments.acc_matrices > 0) {
-    params.acc_tensor_map = tensor_map<3>(
-        plan.kernel, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, arguments.acc,
-        {head_dim, problem.rows, arguments.acc_matrices}, {head_dim, problem.rows * head_dim},
-        {kAccPanelColumns, plan.config.block_m, 1}, 4 * kAccPanelColumns);
-  }
   OutputParams& output = params.output;
   output.o = arguments.o;
   output.lse = arguments.lse;
@@ -154,22 +148,25 @@ void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream) {
         {panel, plan.config.block_m, 1, 1}, 2 * panel);
   }
   params.batch_map = arguments.batch_map;
+  params.acc = arguments.acc;
   params.statistic[0] = arguments.statistic[0];
   params.statistic[1] = arguments.statistic[1];
   params.cu_seqlens = arguments.cu_seqlens;
   params.seqused = arguments.seqused;
-  params.batch = static_cast<int>(problem.batch);
-  params.heads_kv = static_cast<int>(problem.heads_kv);
+  params.heads_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_kv));
+  params.row_blocks = cutlass::FastDivmod(
+      static_cast<int>(plan.grid / (problem.batch * problem.heads_kv)));
   params.sequences = static_cast<int>(problem.sequences);
-  params.rows = static_cast<int>(problem.rows);
+  params.seqlen_acc = static_cast<int>(problem.rows / problem.qhead_per_khead);
   params.seqlen = static_cast<int>(problem.seqlen);
   launch(plan, symbol, params, stream);
 }
 
 void launch_combine(const CombineArguments& arguments, cudaStream_t stream) {
   const CombineProblem& problem = arguments.problem;
-  const CombinePlan plan = plan_combine(problem, current_device());
+  const CombinePlan plan = plan_combine(problem);
   if (plan.grid == 0) return;
+  check_device();
   const void* const symbol = symbol_of(combine_kernels(), plan.kernel);
 
   CombineParams params = {};

@@ -18,9 +18,6 @@ struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The current device, checked to be compute capability 9.0 (NotCovered otherwise).
-DeviceInfo current_device();
-
 struct EpilogueArguments {
   EpilogueProblem problem;
   const float* acc;
@@ -30,7 +27,6 @@ struct EpilogueArguments {
   void* o;
   float* lse;
   BatchMap<kNumEpilogueOperands> batch_map;
-  int64_t acc_matrices;  // rows x head_dim matrices that acc holds
 };
 
 void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream);

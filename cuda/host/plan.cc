@@ -38,7 +38,7 @@ const auto& narrowest(const Kernels& kernels, int64_t head_dim, Matches matches)
 
 }  // namespace
 
-EpiloguePlan plan_epilogue(const EpilogueProblem& problem, const DeviceInfo& device) {
+EpiloguePlan plan_epilogue(const EpilogueProblem& problem) {
   check_head_dim(problem.head_dim);
   require(problem.qhead_per_khead >= 1, "qhead_per_khead", problem.qhead_per_khead, "1 or more");
   require(problem.column_order == ColumnOrder::plain || problem.head_dim % 16 == 0, "head_dim",
@@ -57,21 +57,17 @@ EpiloguePlan plan_epilogue(const EpilogueProblem& problem, const DeviceInfo& dev
   plan.built = kernel.symbol != nullptr;
   plan.tma_store = !problem.has_cu_seqlens && !problem.has_seqused &&
                    problem.qhead_per_khead == 1 && size_bytes(problem.out_dtype) == 2;
-  // Every sequence may end inside a tile, and so may the gap before the first and after the last one.
-  const int64_t buffer_rows = problem.seqlen * problem.qhead_per_khead;
-  const int64_t buffer_tiles = ceil_div(buffer_rows, plan.config.block_m) +
-                               (problem.has_cu_seqlens ? problem.sequences + 1 : 0);
-  plan.num_tiles =
-      buffer_rows == 0 ? 0 : problem.batch * problem.heads_kv * buffer_tiles;
-  plan.grid = static_cast<int>(std::min<int64_t>(
-      plan.num_tiles, int64_t{device.num_sms} * epilogue_blocks_per_sm(plan.config)));
+  const int64_t row_blocks =
+      ceil_div(problem.seqlen * problem.qhead_per_khead, plan.config.block_m);
+  const int64_t grid = problem.batch * problem.heads_kv * row_blocks;
+  if (grid > kInt32Max) throw NotCovered("tiles of the epilogue are counted in 31 bits");
+  plan.grid = static_cast<int>(grid);
   plan.num_threads = epilogue_num_threads(plan.config);
   plan.smem_bytes = epilogue_smem_bytes(plan.config);
   return plan;
 }
 
-CombinePlan plan_combine(const CombineProblem& problem, const DeviceInfo& device) {
-  (void)device;  // one short-lived warp per task: the grid does not depend on the device
+CombinePlan plan_combine(const CombineProblem& problem) {
   check_head_dim(problem.head_dim);
   require(problem.num_splits >= 1 && problem.num_splits <= kCombineMaxSplits, "num_splits",
           problem.num_splits, "1 to 256");
@@ -83,9 +79,10 @@ CombinePlan plan_combine(const CombineProblem& problem, const DeviceInfo& device
   plan.config = kernel.config;
   plan.kernel = kernel.name;
   plan.built = kernel.symbol != nullptr;
-  plan.num_tasks =
+  const int64_t num_tasks =
       problem.batch * problem.heads * ceil_div(problem.seqlen, kCombineRowsPerWarp);
-  if (plan.num_tasks > kInt32Max) throw NotCovered("tasks of the combine are counted in 31 bits");
+  if (num_tasks > kInt32Max) throw NotCovered("tasks of the combine are counted in 31 bits");
+  plan.num_tasks = static_cast<int>(num_tasks);
   plan.grid = static_cast<int>(ceil_div(plan.num_tasks, kCombineWarps));
   plan.num_threads = kCombineWarps * kWarpSize;
   plan.smem_bytes = combine_smem_bytes(static_cast<int>(problem.num_splits));

@@ -1,4 +1,4 @@
-// What a call gets: problem and device in, kernel, grid and memory out. Pure host code without CUDA,
+// What a call gets: problem in, kernel, grid and memory out. Pure host code without CUDA,
 // so that tracing, tests and machines without a GPU use the same functions as the launch.
 #pragma once
 
@@ -13,10 +13,6 @@ namespace fa {
 // A correct call for which no kernel exists or is built.
 struct NotCovered : std::runtime_error {
   using std::runtime_error::runtime_error;
-};
-
-struct DeviceInfo {
-  int num_sms = 132;
 };
 
 struct EpilogueProblem {
@@ -38,13 +34,12 @@ struct EpiloguePlan {
   std::string kernel;  // its name in the kernel table
   bool built;
   bool tma_store;      // otherwise the predicated or the direct fp32 path
-  int64_t num_tiles;   // an upper bound when cu_seqlens decides
-  int grid;            // 0: nothing to do, no launch
+  int grid;            // tiles; 0: nothing to do, no launch
   int num_threads;
   int smem_bytes;
 };
 
-EpiloguePlan plan_epilogue(const EpilogueProblem& problem, const DeviceInfo& device);
+EpiloguePlan plan_epilogue(const EpilogueProblem& problem);
 
 struct CombineProblem {
   DataType out_dtype;
@@ -59,12 +54,12 @@ struct CombinePlan {
   CombineConfig config;
   std::string kernel;
   bool built;
-  int64_t num_tasks;  // a task is kCombineRowsPerWarp queries of one head, done by one warp
+  int num_tasks;  // a task is kCombineRowsPerWarp queries of one head, done by one warp
   int grid;
   int num_threads;
   int smem_bytes;
 };
 
-CombinePlan plan_combine(const CombineProblem& problem, const DeviceInfo& device);
+CombinePlan plan_combine(const CombineProblem& problem);
 
 }  // namespace fa

@@ -5,8 +5,8 @@
 namespace fa {
 
 // Each generated .cu defines the symbol function of its row.
-#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages) \
-  const void* epilogue_##dtype##_##head_dim##_##order##_##block_m##_##stages##_symbol();
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm) \
+  const void* epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol();
 #define COMBINE_KERNEL(dtype, head_dim) const void* combine_##dtype##_##head_dim##_symbol();
 #include "built_kernels.def"
 #undef EPILOGUE_KERNEL
@@ -21,9 +21,9 @@ struct BuiltKernel {
 
 const std::vector<BuiltKernel>& built_kernels() {
   static const std::vector<BuiltKernel> kernels = {
-#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages)                   \
-  {"epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #stages,           \
-   epilogue_##dtype##_##head_dim##_##order##_##block_m##_##stages##_symbol()},
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)                   \
+  {"epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm,           \
+   epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol()},
 #define COMBINE_KERNEL(dtype, head_dim) \
   {"combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol()},
 #include "built_kernels.def"
@@ -45,9 +45,9 @@ const void* find_symbol(std::string_view name) {
 const std::vector<EpilogueKernel>& epilogue_kernels() {
   static const std::vector<EpilogueKernel> kernels = [] {
     std::vector<EpilogueKernel> table = {
-#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages)                      \
-  {EpilogueConfig{DataType::dtype, head_dim, ColumnOrder::order, block_m, stages},    \
-   "epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #stages, nullptr},
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)                      \
+  {EpilogueConfig{DataType::dtype, head_dim, ColumnOrder::order, block_m, blocks_per_sm},    \
+   "epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, nullptr},
 #define COMBINE_KERNEL(dtype, head_dim)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
@@ -62,7 +62,7 @@ const std::vector<EpilogueKernel>& epilogue_kernels() {
 const std::vector<CombineKernel>& combine_kernels() {
   static const std::vector<CombineKernel> kernels = [] {
     std::vector<CombineKernel> table = {
-#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, stages)
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)
 #define COMBINE_KERNEL(dtype, head_dim) \
   {CombineConfig{DataType::dtype, head_dim}, "combine_" #dtype "_" #head_dim, nullptr},
 #include "kernels.def"

@@ -1,6 +1,6 @@
 // Final output: one tile's fp32 accumulator -> 16-bit O through shared memory, and LSE.
 //
-//   O[row, :] = round(acc[row, :])     acc already normalised, 0 where row >= num_valid
+//   O[row, :] = round(acc[row, :])     acc normalised already, rows without keys 0
 //
 // Executed by all consumer warpgroups of a CTA (2 threads per row). Reads registers, borrows
 // kBlockM x kHeadDim 16-bit elements of shared memory, writes O and LSE once.
@@ -21,8 +21,7 @@
 
 namespace fa {
 
-template <DataType kType, int kHeadDim, int kBlockM, ColumnOrder kOrder, int kClusterSize,
-          int kBarrierId>
+template <DataType kType, int kHeadDim, int kBlockM, ColumnOrder kOrder, int kBarrierId>
 struct FinalOutput {
   static constexpr int kNumThreads = 2 * kBlockM;
   static constexpr int kPanelColumns = output_panel_columns(kHeadDim);
@@ -36,9 +35,10 @@ struct FinalOutput {
     return params.tma_store ? 1 : kNumThreads;
   }
 
+  template <typename HandOver>
   static __device__ void store_o(const OutputParams& params, const OutputTile& tile,
                                  const float (&acc)[kHeadDim / 2], const float (&lse)[2],
-                                 char* smem, ODone<kClusterSize> o_done, int thread) {
+                                 char* smem, HandOver o_done, int thread) {
     // All consumer threads arrive and wait: the memory that O borrows is no longer read by any.
     cutlass::arch::NamedBarrier::sync(kNumThreads, kMeeting);
     registers_to_smem(acc, smem, thread);
@@ -129,8 +129,9 @@ struct FinalOutput {
   }
 
   // Eight (4, 2) threads per row of a panel; each reads all its vectors before the first store.
+  template <typename HandOver>
   static __device__ void smem_to_global(const OutputParams& params, const OutputTile& tile,
-                                        const char* smem, ODone<kClusterSize> o_done, int thread) {
+                                        const char* smem, HandOver o_done, int thread) {
     constexpr int kThreadsPerRow = kPanelColumns / 8;
     constexpr int kRowsPerPass = kNumThreads / kThreadsPerRow;
     constexpr int kPasses = kBlockM / kRowsPerPass;

@@ -13,7 +13,6 @@ struct OutputTile {
   int query_begin;  // first query of the tile's sequence in the buffer
   int row_begin;    // first row of the tile in its sequence (packed rows when G > 1)
   int num_rows;     // rows to write, at most kBlockM
-  int num_valid;    // rows before the sequence's length; the others become O = 0, LSE = -inf
 };
 
 // Query and query head of a tile's row.

@@ -6,24 +6,23 @@
 
 namespace fa {
 
-// Operands in the batch map. The unit of a stride is a (sequences, heads_kv, ...) slice for acc and the
-// statistics, expressed in matrices of acc (rows x head_dim) and rows' vectors alike; an element for the
-// descriptors.
+// Operands in the batch map. Strides are counted in matrices of acc (rows x head_dim), in rows' vectors of
+// the statistics, of which there are as many, and in elements of the descriptors.
 enum EpilogueOperand { kAcc, kStatistic0, kStatistic1, kCuSeqlens, kSeqused, kNumEpilogueOperands };
 
 struct EpilogueParams {
-  CUtensorMap acc_tensor_map;  // acc seen as (head_dim, rows, matrix)
   OutputParams output;
   BatchMap<kNumEpilogueOperands> batch_map;
+  const float* acc;  // (batch, sequences, heads_kv, rows, head_dim)
   // Normalised: statistic[0] is lse, statistic[1] null. Otherwise row_max and row_sum.
-  const float* statistic[2];
+  const float* statistic[2];  // (batch, sequences, heads_kv, rows)
   const int32_t* cu_seqlens;  // null: dense, one sequence per batch index
   const int32_t* seqused;     // null: every row of a sequence counts
-  int batch;
-  int heads_kv;
+  cutlass::FastDivmod heads_kv;
+  cutlass::FastDivmod row_blocks;  // tiles along the rows of the output buffer
   int sequences;
-  int rows;    // of acc per sequence and head, packed
-  int seqlen;  // queries of the output buffer
+  int seqlen_acc;  // queries of a sequence that acc holds; rows = seqlen_acc * qhead_per_khead
+  int seqlen;      // queries of the output buffer
 };
 
 }  // namespace fa

@@ -18,16 +18,17 @@
 
 namespace fa {
 
-template <int kHeadDim, int kBlockM, ColumnOrder kOrder, int kClusterSize, int kBarrierId>
+template <int kHeadDim, int kBlockM, ColumnOrder kOrder, int kBarrierId>
 struct PartialOutput {
   static constexpr int kNumThreads = 2 * kBlockM;
   static constexpr int kMeeting = kBarrierId;
 
   static __device__ int num_signalling_threads(const OutputParams&) { return kNumThreads; }
 
+  template <typename HandOver>
   static __device__ void store_o(const OutputParams& params, const OutputTile& tile,
                                  const float (&acc)[kHeadDim / 2], const float (&lse)[2], char*,
-                                 ODone<kClusterSize> o_done, int thread) {
+                                 HandOver o_done, int thread) {
     // All consumer threads arrive and wait: the memory under O done is no longer read by any.
     cutlass::arch::NamedBarrier::sync(kNumThreads, kMeeting);
     o_done.signal();

@@ -12,21 +12,16 @@
 namespace fa {
 
 struct RowStatistics {
-  float scale;
-  float lse;
-  bool empty;
+  float scale = 0.f;
+  float lse = -INFINITY;  // -inf: the row is empty
 
-  __device__ float apply(float acc) const { return empty ? 0.f : acc * scale; }
+  __device__ float apply(float acc) const { return lse == -INFINITY ? 0.f : acc * scale; }
 
-  static __device__ RowStatistics outside() { return {0.f, -INFINITY, true}; }
-
-  static __device__ RowStatistics normalised(float lse) {
-    return {isnan(lse) ? NAN : 1.f, lse, lse == -INFINITY};
-  }
+  static __device__ RowStatistics normalised(float lse) { return {isnan(lse) ? NAN : 1.f, lse}; }
 
   static __device__ RowStatistics unnormalised(float row_max, float row_sum) {
     const float lse = row_sum == 0.f ? -INFINITY : row_max + logf(row_sum);
-    return {isnan(lse) ? NAN : 1.f / row_sum, lse, lse == -INFINITY};
+    return {isnan(lse) ? NAN : 1.f / row_sum, lse};
   }
 };
 
