@@ -15,7 +15,8 @@ constexpr const char* name(DataType type) {
   return type == DataType::bf16 ? "bf16" : type == DataType::f16 ? "f16" : "f32";
 }
 
-// Order of the accumulator's columns: plain, or as the in-kernel transposition of fp8 V leaves them.
+// Order of the accumulator's columns: plain, or as the in-kernel transposition of fp8 V leaves
+// them.
 enum class ColumnOrder { plain, fp8 };
 
 constexpr const char* name(ColumnOrder order) {
@@ -26,7 +27,8 @@ inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kRowsPerWarpgroup = 64;
 
-// ---- Epilogue ------------------------------------------------------------------------------------
+// ---- Epilogue
+// ------------------------------------------------------------------------------------
 
 struct EpilogueConfig {
   DataType out_dtype;
@@ -46,7 +48,8 @@ constexpr int epilogue_num_threads(const EpilogueConfig& config) {
   return config.block_m / kRowsPerWarpgroup * kWarpgroupSize;
 }
 
-// ---- Combine -------------------------------------------------------------------------------------
+// ---- Combine
+// -------------------------------------------------------------------------------------
 
 struct CombineConfig {
   DataType out_dtype;
@@ -54,12 +57,13 @@ struct CombineConfig {
   bool operator==(const CombineConfig&) const = default;
 };
 
-inline constexpr int kCombineWarps = 8;         // each an independent worker
-inline constexpr int kCombineRowsPerWarp = 8;   // consecutive queries of one head
+inline constexpr int kCombineWarps = 8;        // each an independent worker
+inline constexpr int kCombineRowsPerWarp = 4;  // consecutive queries of one head
+inline constexpr int kCombineBlocksPerSm = 4;
 inline constexpr int kCombineMaxSplits = 256;
 
 constexpr int combine_smem_bytes(int num_splits) {
-  return kCombineWarps * kCombineRowsPerWarp * num_splits * 4;
+  return kCombineWarps * kCombineRowsPerWarp * (num_splits + 1) * 4;
 }
 
 }  // namespace fa

@@ -93,14 +93,13 @@ nb::dict handlers() {
 NB_MODULE(_native, module) {
   using namespace fa;
 
-  nb::register_exception_translator(
-      [](const std::exception_ptr& pointer, void*) {
-        try {
-          std::rethrow_exception(pointer);
-        } catch (const NotCovered& error) {
-          PyErr_SetString(PyExc_NotImplementedError, error.what());
-        }
-      });
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const NotCovered& error) {
+      PyErr_SetString(PyExc_NotImplementedError, error.what());
+    }
+  });
 
   module.attr("cuda_built") = static_cast<bool>(JAX_FA_CUDA_BUILT);
   module.def("ffi_api_version",
@@ -144,8 +143,8 @@ NB_MODULE(_native, module) {
       "plan_combine",
       [](const std::string& out_dtype, int64_t batch, int64_t heads, int64_t seqlen,
          int64_t head_dim, int64_t num_splits) {
-        const CombinePlan plan = plan_combine(
-            {parse_data_type(out_dtype), batch, heads, seqlen, head_dim, num_splits});
+        const CombinePlan plan =
+            plan_combine({parse_data_type(out_dtype), batch, heads, seqlen, head_dim, num_splits});
         nb::dict dict = to_dict(plan);
         dict["num_tasks"] = plan.num_tasks;
         return dict;

@@ -1,5 +1,5 @@
-// The leading batch axes of a call, where each operand has the full size or size 1 (stride 0): this is
-// how vmap over any subset of operands becomes one launch without a copy.
+// The leading batch axes of a call, where each operand has the full size or size 1 (stride 0): this
+// is how vmap over any subset of operands becomes one launch without a copy.
 #pragma once
 
 #include <cstdint>

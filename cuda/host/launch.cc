@@ -16,7 +16,8 @@ std::atomic<bool> fail_next{false};
 void check(cudaError_t status, const std::string& what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // the error is reported here; later calls start clean
-  throw DeviceError(what + ": " + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) + ")");
+  throw DeviceError(what + ": " + cudaGetErrorName(status) + " (" + cudaGetErrorString(status) +
+                    ")");
 }
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -53,7 +54,8 @@ EncodeTiled encode_tiled() {
 template <int kRank>
 CUtensorMap tensor_map(const std::string& what, CUtensorMapDataType type, int element_bytes,
                        const void* base, const int64_t (&size)[kRank],
-                       const int64_t (&stride)[kRank - 1], const int (&box)[kRank], int swizzle_bytes) {
+                       const int64_t (&stride)[kRank - 1], const int (&box)[kRank],
+                       int swizzle_bytes) {
   cuuint64_t sizes[kRank], strides[kRank];
   cuuint32_t boxes[kRank], steps[kRank];
   for (int i = 0; i < kRank; ++i) {
@@ -66,10 +68,10 @@ CUtensorMap tensor_map(const std::string& what, CUtensorMapDataType type, int el
                                      : swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                            : CU_TENSOR_MAP_SWIZZLE_32B;
   CUtensorMap map;
-  const CUresult status = encode_tiled()(
-      &map, type, kRank, const_cast<void*>(base), sizes, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode_tiled()(&map, type, kRank, const_cast<void*>(base), sizes, strides, boxes, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw DeviceError(what + ": TMA descriptor refused, CUresult " + std::to_string(status));
   }
@@ -101,8 +103,13 @@ void launch(const Plan& plan, const void* symbol, const Params& params, cudaStre
   const std::string what = "launching kernel " + plan.kernel;
   constexpr int kTooManyBytes = 1 << 24;
   const int smem_bytes = fail_next.exchange(false) ? kTooManyBytes : plan.smem_bytes;
-  // Per call: the attribute belongs to the current device, and setting it is cheap.
-  check(cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes), what);
+  // What every kernel may use without asking. More is asked for per call: the attribute belongs to
+  // the current device.
+  constexpr int kDefaultSmemBytes = 48 * 1024;
+  if (smem_bytes > kDefaultSmemBytes) {
+    check(cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
+          what);
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(plan.grid));
   config.blockDim = dim3(static_cast<unsigned>(plan.num_threads));
@@ -139,13 +146,13 @@ void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream) {
   output.tma_store = plan.tma_store;
   if (plan.tma_store) {
     const int panel = output_panel_columns(plan.config.head_dim);
-    output.o_tensor_map = tensor_map<4>(
-        plan.kernel,
-        problem.out_dtype == DataType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        2, arguments.o, {head_dim, problem.seqlen, heads, problem.batch},
-        {output.o_query_stride, output.o_head_stride, output.o_batch_stride},
-        {panel, plan.config.block_m, 1, 1}, 2 * panel);
+    output.o_tensor_map =
+        tensor_map<4>(plan.kernel,
+                      problem.out_dtype == DataType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                          : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                      2, arguments.o, {head_dim, problem.seqlen, heads, problem.batch},
+                      {output.o_query_stride, output.o_head_stride, output.o_batch_stride},
+                      {panel, plan.config.block_m, 1, 1}, 2 * panel);
   }
   params.batch_map = arguments.batch_map;
   params.acc = arguments.acc;
@@ -154,8 +161,8 @@ void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream) {
   params.cu_seqlens = arguments.cu_seqlens;
   params.seqused = arguments.seqused;
   params.heads_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_kv));
-  params.row_blocks = cutlass::FastDivmod(
-      static_cast<int>(plan.grid / (problem.batch * problem.heads_kv)));
+  params.row_blocks =
+      cutlass::FastDivmod(static_cast<int>(plan.grid / (problem.batch * problem.heads_kv)));
   params.sequences = static_cast<int>(problem.sequences);
   params.seqlen_acc = static_cast<int>(problem.rows / problem.qhead_per_khead);
   params.seqlen = static_cast<int>(problem.seqlen);

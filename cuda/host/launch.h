@@ -1,5 +1,6 @@
-// The only launches: a plan and the call's pointers in, kernel parameters and TMA descriptors made, the
-// kernel put on the stream. Nothing here allocates, synchronises, prints or reads device memory.
+// The only launches: a plan and the call's pointers in, kernel parameters and TMA descriptors made,
+// the kernel put on the stream. Nothing here allocates, synchronises, prints or reads device
+// memory.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -43,9 +43,10 @@ EpiloguePlan plan_epilogue(const EpilogueProblem& problem) {
   require(problem.qhead_per_khead >= 1, "qhead_per_khead", problem.qhead_per_khead, "1 or more");
   require(problem.column_order == ColumnOrder::plain || problem.head_dim % 16 == 0, "head_dim",
           problem.head_dim, "multiples of 16 with fp8_permuted_columns");
-  for (const int64_t count : {problem.batch, problem.sequences, problem.rows,
-                              problem.seqlen * problem.qhead_per_khead}) {
-    if (count > kInt32Max) throw NotCovered("batch, sequences and rows are counted in 31 bits each");
+  for (const int64_t count :
+       {problem.batch, problem.sequences, problem.rows, problem.seqlen * problem.qhead_per_khead}) {
+    if (count > kInt32Max)
+      throw NotCovered("batch, sequences and rows are counted in 31 bits each");
   }
   const EpilogueKernel& kernel =
       narrowest(epilogue_kernels(), problem.head_dim, [&](const EpilogueConfig& config) {
@@ -72,9 +73,8 @@ CombinePlan plan_combine(const CombineProblem& problem) {
   require(problem.num_splits >= 1 && problem.num_splits <= kCombineMaxSplits, "num_splits",
           problem.num_splits, "1 to 256");
   const CombineKernel& kernel =
-      narrowest(combine_kernels(), problem.head_dim, [&](const CombineConfig& config) {
-        return config.out_dtype == problem.out_dtype;
-      });
+      narrowest(combine_kernels(), problem.head_dim,
+                [&](const CombineConfig& config) { return config.out_dtype == problem.out_dtype; });
   CombinePlan plan;
   plan.config = kernel.config;
   plan.kernel = kernel.name;

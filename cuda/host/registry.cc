@@ -21,8 +21,8 @@ struct BuiltKernel {
 
 const std::vector<BuiltKernel>& built_kernels() {
   static const std::vector<BuiltKernel> kernels = {
-#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)                   \
-  {"epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm,           \
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)         \
+  {"epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, \
    epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol()},
 #define COMBINE_KERNEL(dtype, head_dim) \
   {"combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol()},
@@ -45,8 +45,8 @@ const void* find_symbol(std::string_view name) {
 const std::vector<EpilogueKernel>& epilogue_kernels() {
   static const std::vector<EpilogueKernel> kernels = [] {
     std::vector<EpilogueKernel> table = {
-#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)                      \
-  {EpilogueConfig{DataType::dtype, head_dim, ColumnOrder::order, block_m, blocks_per_sm},    \
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)                   \
+  {EpilogueConfig{DataType::dtype, head_dim, ColumnOrder::order, block_m, blocks_per_sm}, \
    "epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, nullptr},
 #define COMBINE_KERNEL(dtype, head_dim)
 #include "kernels.def"

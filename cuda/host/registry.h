@@ -1,5 +1,5 @@
-// The kernel table at run time: one entry per row of kernels.def, with the kernel's symbol where this
-// build holds it.
+// The kernel table at run time: one entry per row of kernels.def, with the kernel's symbol where
+// this build holds it.
 #pragma once
 
 #include <vector>
