@@ -18,6 +18,7 @@ from jax import lax
 
 from . import problem
 from . import reference_attention as tiled
+from .varying import match_varying
 
 # A split's keys are a multiple of this many, as in the kernels, whose splits are whole key blocks.
 SPLIT_BLOCK = 128
@@ -350,7 +351,7 @@ def _dense_attention(
     options = _options(facts, facts.dtype if out_dtype is None else out_dtype)
     operands = *_by_head(facts, q, k, v), sequences
     if bias is None and mask is None:
-        return _by_row(*tiled.attention(options, *_match_varying(operands)))
+        return _by_row(*tiled.attention(options, *match_varying(operands)))
 
     def grouped(x: Any) -> jax.Array | None:
         """Reshape what broadcasts to (B, Hq, Sq, Sk) to broadcast to (B, Hk, G, Sq, Sk)."""
@@ -407,7 +408,7 @@ def _packed_attention(
         keys=_int32(0, facts.seqlen_k),
     )
     operands = *_by_head(facts, q, k, v), sequences
-    return _by_row(*tiled.attention(_options(facts, facts.dtype), *_match_varying(operands)))
+    return _by_row(*tiled.attention(_options(facts, facts.dtype), *match_varying(operands)))
 
 
 def _options(facts: problem.AttentionProblem, out_dtype: np.dtype) -> tiled.Options:
@@ -460,22 +461,6 @@ def _by_row(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     *batch, heads_kv, group, seqlen, width = out.shape
     out = jnp.moveaxis(out, -2, -4).reshape(*batch, seqlen, heads_kv * group, width)
     return out, lse.reshape(*batch, heads_kv * group, seqlen)
-
-
-def _match_varying(operands: Any) -> Any:
-    """Make all arrays vary over the same manual mesh axes, as the state of a loop has to.
-
-    Under ``shard_map``, the transpose of this is the sum over devices that the gradient of an
-    operand needs which does not vary itself.
-    """
-    leaves, structure = jax.tree.flatten(operands)
-    varying = [jax.typeof(x).manual_axis_type.varying for x in leaves]
-    axes = frozenset().union(*varying)
-    leaves = [
-        lax.pcast(x, tuple(axes - own), to="varying") if axes - own else x
-        for x, own in zip(leaves, varying, strict=True)
-    ]
-    return jax.tree.unflatten(structure, leaves)
 
 
 def _int32(*sizes: Any) -> jax.Array:
