@@ -1,11 +1,13 @@
-// Index maps between registers, shared memory and the arrays a user sees. Pure functions, so that the
-// tests check each of them exhaustively on a CPU; kernels call nothing else to find an element.
+// Index maps between registers, shared memory and the arrays a user sees. Pure functions, so that
+// the tests check each of them exhaustively on a CPU; kernels call nothing else to find an element.
 #pragma once
 
 #ifdef __CUDACC__
 #define FA_HOST_DEVICE __host__ __device__
+#define FA_NO_UNROLL _Pragma("unroll 1")
 #else
 #define FA_HOST_DEVICE
+#define FA_NO_UNROLL
 #endif
 
 namespace fa {
@@ -15,8 +17,8 @@ struct TileCoordinate {
   int column;
 };
 
-// Element `index` (0 .. head_dim / 2) of the fp32 wgmma accumulator held by consumer thread `thread`.
-// Register order: column within a pair, row half, group of 8 columns.
+// Element `index` (0 .. head_dim / 2) of the fp32 wgmma accumulator held by consumer thread
+// `thread`. Register order: column within a pair, row half, group of 8 columns.
 FA_HOST_DEVICE constexpr TileCoordinate accumulator_coordinate(int thread, int index) {
   const int warp = thread / 32;
   const int lane = thread % 32;
@@ -36,7 +38,8 @@ FA_HOST_DEVICE constexpr int swizzle(int byte_offset, int span) {
   return byte_offset ^ ((byte_offset >> 3) & (span - 16));
 }
 
-// Columns of one swizzled panel of the 16-bit output tile: the widest of 64, 32, 16 that divides it.
+// Columns of one swizzled panel of the 16-bit output tile: the widest of 64, 32, 16 that divides
+// it.
 FA_HOST_DEVICE constexpr int output_panel_columns(int head_dim) {
   return head_dim % 64 == 0 ? 64 : head_dim % 32 == 0 ? 32 : 16;
 }
@@ -48,17 +51,18 @@ FA_HOST_DEVICE constexpr int output_offset_bytes(int row, int column, int block_
   return column / panel * (block_m * span) + swizzle(row * span + column % panel * 2, span);
 }
 
-// A stage of the fp32 accumulator tile: rows as in global memory, 32 bytes apart, so that the fragment
-// reads (8 bytes from each of 4 rows per half warp) have no bank conflicts.
+// A stage of the fp32 accumulator tile: rows as in global memory, 32 bytes apart, so that the
+// fragment reads (8 bytes from each of 4 rows per half warp) have no bank conflicts.
 FA_HOST_DEVICE constexpr int acc_pitch_bytes(int head_dim) { return 4 * head_dim + 32; }
 
 FA_HOST_DEVICE constexpr int acc_offset_bytes(int row, int column, int head_dim) {
   return row * acc_pitch_bytes(head_dim) + 4 * column;
 }
 
-// The sequence that holds `token`: the b with offset(b) <= token < offset(b + 1), by binary search over
-// num_sequences + 1 ascending offsets; -1 or num_sequences where there is none. Whatever the offsets are,
-// the result satisfies the inequalities, so that a row found with it never lies outside the buffer.
+// The sequence that holds `token`: the b with offset(b) <= token < offset(b + 1), by binary search
+// over num_sequences + 1 ascending offsets; -1 or num_sequences where there is none. Whatever the
+// offsets are, the result satisfies the inequalities, so that a row found with it never lies
+// outside the buffer.
 template <typename Offset>
 FA_HOST_DEVICE constexpr int find_sequence(const Offset& offset, int num_sequences, int token) {
   int low = 0;

@@ -24,7 +24,8 @@ struct EpilogueProblem {
   int64_t rows = 0;       // rows of acc per head and sequence
   int64_t head_dim = 0;
   int64_t qhead_per_khead = 1;
-  int64_t seqlen = 0;  // queries of the output buffer: total_q when packed, rows / qhead_per_khead when dense
+  int64_t seqlen =
+      0;  // queries of the output buffer: total_q when packed, rows / qhead_per_khead when dense
   bool has_cu_seqlens = false;
   bool has_seqused = false;
 };
@@ -33,8 +34,8 @@ struct EpiloguePlan {
   EpilogueConfig config;
   std::string kernel;  // its name in the kernel table
   bool built;
-  bool tma_store;      // otherwise the predicated or the direct fp32 path
-  int grid;            // tiles; 0: nothing to do, no launch
+  bool tma_store;  // otherwise the predicated or the direct fp32 path
+  int grid;        // tiles; 0: nothing to do, no launch
   int num_threads;
   int smem_bytes;
 };

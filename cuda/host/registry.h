@@ -1,5 +1,5 @@
-// The kernel table at run time: one entry per row of kernels.def, with the kernel's symbol where this
-// build holds it.
+// The kernel table at run time: one entry per row of kernels.def, with the kernel's symbol where
+// this build holds it.
 #pragma once
 
 #include <vector>
@@ -20,7 +20,14 @@ struct CombineKernel {
   const void* symbol;
 };
 
+struct ForwardKernel {
+  ForwardConfig config;
+  const char* name;
+  const void* symbol;
+};
+
 const std::vector<EpilogueKernel>& epilogue_kernels();
 const std::vector<CombineKernel>& combine_kernels();
+const std::vector<ForwardKernel>& forward_kernels();
 
 }  // namespace fa
