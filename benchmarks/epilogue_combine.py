@@ -12,6 +12,7 @@ result.json`.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 
@@ -164,10 +165,10 @@ def measure_epilogue(rows, rounds):
         yield "packed G=4", {"qhead_per_khead": 4}, {"xla": lambda a, m, s: xla_packed(a, m, s, 4)}
         yield (
             "varlen",
-            {"cu_seqlens": cu_seqlens, "total_q": total_q},
+            {"total_q": total_q},
             {
-                "xla gather": lambda a, m, s: xla_varlen_gather(a, m, s, cu_seqlens, total_q),
-                "xla slices": lambda a, m, s: xla_varlen_slices(a, m, s, cu_seqlens, total_q),
+                "xla gather": lambda a, m, s, cu: xla_varlen_gather(a, m, s, cu, total_q),
+                "xla slices": lambda a, m, s, cu: xla_varlen_slices(a, m, s, cu, total_q),
             },
         )
         yield "fp8 order", {"fp8_permuted_columns": True}, {"xla": xla_fp8}
@@ -181,18 +182,24 @@ def measure_epilogue(rows, rounds):
         operands = (acc, statistics["row_max"], statistics["row_sum"])
         if name == "fp32, 4 splits":
             operands = tuple(x.reshape(4, 1, *x.shape[1:]) for x in operands)
+        if name == "varlen":
+            operands = (*operands, cu_seqlens)
 
-        def ours(acc, row_max, row_sum, keywords=keywords):
+        def epilogue(acc, row_max, row_sum, cu_seqlens=None, *, implementation, keywords=keywords):
             return fa.epilogue(
-                acc, row_max=row_max, row_sum=row_sum, implementation="cuda", **keywords
+                acc,
+                row_max=row_max,
+                row_sum=row_sum,
+                cu_seqlens=cu_seqlens,
+                implementation=implementation,
+                **keywords,
             )
 
-        def reference(acc, row_max, row_sum, keywords=keywords):
-            return fa.epilogue(
-                acc, row_max=row_max, row_sum=row_sum, implementation="xla", **keywords
-            )
-
-        functions = {"ours": ours, "xla reference": reference, **others}
+        functions = {
+            "ours": functools.partial(epilogue, implementation="cuda"),
+            "xla reference": functools.partial(epilogue, implementation="xla"),
+            **others,
+        }
         contenders = programs(functions, operands)
         results = {key: contender()[0] for key, contender in contenders.items()}
         for key, (out, lse) in results.items():
@@ -227,7 +234,7 @@ def fa3_combine(out_partial, lse_partial):
 def measure_combine(rows, rounds):
     """Append a row for each number of splits, after a comparison of the results."""
     copy, copy_bytes = copy_contender()
-    seqlen = ROWS // 4
+    seqlen = ROWS // 2
     for splits in SPLITS:
         keys = jax.random.split(jax.random.key(1), 2)
         out_partial = jax.random.normal(keys[0], (splits, BATCH, seqlen, HEADS, HEAD_DIM))
@@ -273,7 +280,7 @@ def draw(result, path):
         ax.set_xticks([n + 0.4 - width / 2 for n in range(len(rows))], names, rotation=20)
         ax.set_ylabel("GB/s")
         ax.set_title(operation)
-        ax.legend(fontsize=8, loc="lower right")
+        ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=5)
     figure.savefig(path, dpi=120)
 
 

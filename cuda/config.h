@@ -59,15 +59,14 @@ struct CombineConfig {
 
 inline constexpr int kCombineWarps = 8;        // each an independent worker
 inline constexpr int kCombineRowsPerWarp = 4;  // consecutive queries of one head
-inline constexpr int kCombineBlocksPerSm = 3;
+inline constexpr int kCombineBlocksPerSm = 4;
 inline constexpr int kCombineMaxSplits = 256;
 
 constexpr int combine_smem_bytes(int num_splits) {
   return kCombineWarps * kCombineRowsPerWarp * (num_splits + 1) * 4;
 }
 
-// ---- Forward
-// -------------------------------------------------------------------------------------
+// ---- Forward ------------------------------------------------------------------------------------
 
 // Where a tile's result goes: 16-bit O, or fp32 O of one split of the key axis.
 enum class Output { final, partial };

@@ -7,8 +7,7 @@
 
 namespace fa {
 
-// ---- Keys a query sees
-// ---------------------------------------------------------------------------
+// ---- Keys a query sees --------------------------------------------------------------------------
 
 // Query i sees key j where i + shift - left <= j <= i + shift + right and 0 <= j < seqlen_k.
 struct Window {
@@ -60,8 +59,7 @@ FA_HOST_DEVICE constexpr KeyBlocks key_blocks(const Window& window, int seqlen_k
   return blocks;
 }
 
-// ---- Order of tiles
-// ------------------------------------------------------------------------------
+// ---- Order of tiles -----------------------------------------------------------------------------
 
 // A launch's tiles: row blocks of every head of every batch index. Heads are taken in sections,
 // whose keys and values stay in the L2 cache together; within a section all heads of one row block,

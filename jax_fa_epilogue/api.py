@@ -23,6 +23,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_fa_epilogue import _native, native, primitives, problem, reference
+from jax_fa_epilogue.varying import match_varying
 
 Implementation = Literal["cuda", "xla"] | None
 
@@ -457,7 +458,7 @@ def _int32(descriptor: ArrayLike | None) -> jax.Array | None:
 
 def _ready(name: str, operands: list[jax.Array]) -> list[jax.Array]:
     """Operands as a custom_vjp around a primitive wants them."""
-    return primitives.reverse_only(name, *primitives.match_varying(*operands))
+    return primitives.reverse_only(name, *match_varying(operands))
 
 
 def _epilogue_reference(facts: problem.EpilogueProblem, *operands: jax.Array) -> Any:

@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_fa_epilogue import native, reference
+from jax_fa_epilogue.varying import match_varying
 
 
 class _Form(NamedTuple):
@@ -51,20 +52,6 @@ _SEQUSED = _Form("hs", "hs")
 _EPILOGUE_RESULTS = (_Form("hgtd", "thgd"), _Form("hgt", "hgt"))
 _COMBINE_OPERANDS = (_Form("bhntd", "nbthd"), _Form("bhnt", "nbht"))
 _COMBINE_RESULTS = (_Form("bhtd", "bthd"), _Form("bht", "bht"))
-
-
-def match_varying(*operands: jax.Array) -> list[jax.Array]:
-    """Let all operands vary over the same manual mesh axes (``jax.shard_map``).
-
-    The transpose of this cast sums the gradients of operands that were replicated.
-    """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
-    return [
-        jax.lax.pcast(x, tuple(missing), to="varying")
-        if (missing := axes - jax.typeof(x).manual_axis_type.varying)
-        else x
-        for x in operands
-    ]
 
 
 def _is_one(size: Any) -> bool:
@@ -216,7 +203,7 @@ def _batch(
         for x, dim in zip(operands, dims, strict=True)
     ]
     params["num_batch_dims"] += 1
-    results = primitive.bind(*match_varying(*operands), **params)
+    results = primitive.bind(*match_varying(operands), **params)
     return results, [0] * len(results)
 
 

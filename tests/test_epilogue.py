@@ -204,7 +204,7 @@ def test_nan_statistics_give_nan(normalised, dtype):
 )
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_lying_descriptors_stay_inside(cu_seqlens, dtype, poison):
-    """R06: traced values that lie. A token gets the row of a sequence that holds it, or is empty."""
+    """R06: traced values that lie. A token gets a row of a sequence that holds it, or is empty."""
     sequences, total_q, rows = len(cu_seqlens) - 1, 9, 5
     # Row r of sequence b is 16 b + r + 1 throughout, which every dtype holds exactly.
     label = 16 * np.arange(sequences)[:, None] + np.arange(rows) + 1

@@ -1,4 +1,5 @@
-// FFI handler of the combine. Logical shapes (leading axes *b = (*v, B): full size or 1, see operands.h):
+// FFI handler of the combine. Logical shapes (leading axes *b = (*v, B): full size or 1, see
+// operands.h):
 //
 //   out_partial (*b, H, N, T, Dv) f32; lse_partial (*b, H, N, T) f32
 //   -> out (*b, H, T, Dv), lse (*b, H, T) f32
@@ -17,8 +18,7 @@ std::vector<int64_t> split_batch_steps(const char* operand, Dimensions shape, Di
                                        int64_t& split_stride) {
   const size_t last = num_batch_dims - 1;
   split_stride = shape[last] * item;
-  std::vector<int64_t> steps =
-      batch_steps(operand, shape, result, last, num_splits * split_stride);
+  std::vector<int64_t> steps = batch_steps(operand, shape, result, last, num_splits * split_stride);
   require(shape[last] == result[last] || shape[last] == 1,
           std::string(operand) + ": wrong size of the batch axis");
   steps.push_back(shape[last] == 1 ? 0 : item);
@@ -76,8 +76,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     combine_handler,
     [](cudaStream_t stream, ffi::AnyBuffer out_partial, ffi::AnyBuffer lse_partial,
        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> lse, int32_t num_batch_dims) {
-      return guarded(
-          [&] { combine(stream, out_partial, lse_partial, out, lse, num_batch_dims); });
+      return guarded([&] { combine(stream, out_partial, lse_partial, out, lse, num_batch_dims); });
     },
     ffi::Ffi::Bind()
         .Ctx<ffi::PlatformStream<cudaStream_t>>()

@@ -4,7 +4,8 @@
 //   cu_seqlens (*b, 1 or Hk, S + 1) i32; seqused (*b, 1 or Hk, S) i32
 //   -> o (*b, Hk, G, T, Dv), lse (*b, Hk, G, T) f32
 //
-// In memory S lies before Hk in the operands, and T before Hk, G in o (operand layouts of the call).
+// In memory S lies before Hk in the operands, and T before Hk, G in o (operand layouts of the
+// call).
 #include "binding/handlers.h"
 #include "binding/operands.h"
 
@@ -46,8 +47,8 @@ void epilogue(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Result<ffi:
   problem.has_cu_seqlens = has_cu_seqlens != 0;
   problem.has_seqused = has_seqused != 0;
   require(in[b] == problem.heads_kv && in[b + 3] == problem.head_dim, "acc: wrong shape");
-  require(has_cu_seqlens || (problem.sequences == 1 &&
-                             problem.rows == problem.seqlen * problem.qhead_per_khead),
+  require(has_cu_seqlens ||
+              (problem.sequences == 1 && problem.rows == problem.seqlen * problem.qhead_per_khead),
           "acc: dense rows must be queries times qhead_per_khead");
   arguments.acc = static_cast<const float*>(acc.untyped_data());
   arguments.o = o->untyped_data();
@@ -87,26 +88,26 @@ void epilogue(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Result<ffi:
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    epilogue_handler,
-    [](cudaStream_t stream, ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer> o,
-       ffi::Result<ffi::AnyBuffer> lse, int32_t num_batch_dims, int32_t normalised,
-       int32_t has_cu_seqlens, int32_t has_seqused, int32_t fp8_permuted_columns) {
-      return guarded([&] {
-        epilogue(stream, operands, o, lse, num_batch_dims, normalised, has_cu_seqlens, has_seqused,
-                 fp8_permuted_columns);
-      });
-    },
-    ffi::Ffi::Bind()
-        .Ctx<ffi::PlatformStream<cudaStream_t>>()
-        .RemainingArgs()
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::AnyBuffer>()
-        .Attr<int32_t>("num_batch_dims")
-        .Attr<int32_t>("normalised")
-        .Attr<int32_t>("has_cu_seqlens")
-        .Attr<int32_t>("has_seqused")
-        .Attr<int32_t>("fp8_permuted_columns"),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(epilogue_handler,
+                              [](cudaStream_t stream, ffi::RemainingArgs operands,
+                                 ffi::Result<ffi::AnyBuffer> o, ffi::Result<ffi::AnyBuffer> lse,
+                                 int32_t num_batch_dims, int32_t normalised, int32_t has_cu_seqlens,
+                                 int32_t has_seqused, int32_t fp8_permuted_columns) {
+                                return guarded([&] {
+                                  epilogue(stream, operands, o, lse, num_batch_dims, normalised,
+                                           has_cu_seqlens, has_seqused, fp8_permuted_columns);
+                                });
+                              },
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int32_t>("num_batch_dims")
+                                  .Attr<int32_t>("normalised")
+                                  .Attr<int32_t>("has_cu_seqlens")
+                                  .Attr<int32_t>("has_seqused")
+                                  .Attr<int32_t>("fp8_permuted_columns"),
+                              {ffi::Traits::kCmdBufferCompatible});
 
 }  // namespace fa

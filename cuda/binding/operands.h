@@ -1,4 +1,5 @@
-// What the handlers share: FFI buffers -> dtypes, sizes and batch maps, and C++ exceptions -> FFI errors.
+// What the handlers share: FFI buffers -> dtypes, sizes and batch maps, and C++ exceptions -> FFI
+// errors.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +34,9 @@ inline int64_t product(Dimensions dimensions, size_t begin, size_t end) {
   return result;
 }
 
-// Fills the map from each operand's leading axes and its step along them. `steps[operand][axis]` is the
-// distance between neighbours of a batch axis the operand really has. Axes of size 1 vanish, and
-// neighbours that every operand walks with one stride become one.
+// Fills the map from each operand's leading axes and its step along them. `steps[operand][axis]` is
+// the distance between neighbours of a batch axis the operand really has. Axes of size 1 vanish,
+// and neighbours that every operand walks with one stride become one.
 template <int kNumOperands>
 BatchMap<kNumOperands> make_batch_map(Dimensions result, size_t num_batch_dims,
                                       const std::vector<int64_t> (&steps)[kNumOperands]) {
@@ -62,10 +63,11 @@ BatchMap<kNumOperands> make_batch_map(Dimensions result, size_t num_batch_dims,
   return map;
 }
 
-// Steps of an operand along its leading axes, which are contiguous from `innermost` outwards except that
-// axes of size 1 do not move. Checks that each axis has the result's size or 1.
-inline std::vector<int64_t> batch_steps(const char* operand, Dimensions dimensions, Dimensions result,
-                                        size_t num_batch_dims, int64_t innermost) {
+// Steps of an operand along its leading axes, which are contiguous from `innermost` outwards except
+// that axes of size 1 do not move. Checks that each axis has the result's size or 1.
+inline std::vector<int64_t> batch_steps(const char* operand, Dimensions dimensions,
+                                        Dimensions result, size_t num_batch_dims,
+                                        int64_t innermost) {
   std::vector<int64_t> steps(num_batch_dims, 0);
   for (size_t axis = num_batch_dims; axis-- > 0;) {
     require(dimensions[axis] == result[axis] || dimensions[axis] == 1,
@@ -77,7 +79,8 @@ inline std::vector<int64_t> batch_steps(const char* operand, Dimensions dimensio
   return steps;
 }
 
-// Runs a handler's body and turns what it throws into the error the user sees as a Python exception.
+// Runs a handler's body and turns what it throws into the error the user sees as a Python
+// exception.
 template <typename Body>
 ffi::Error guarded(Body body) {
   try {

@@ -113,9 +113,13 @@ void launch_kernel(const std::string& name, const void* symbol, int grid, int nu
   const std::string what = "launching kernel " + name;
   constexpr int kTooManyBytes = 1 << 24;
   if (fail_next.exchange(false)) smem_bytes = kTooManyBytes;
-  // Per call: the attribute belongs to the current device, and setting it is cheap.
-  check(cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
-        what);
+  // What every kernel may use without asking. More is asked for per call: the attribute belongs to
+  // the current device.
+  constexpr int kDefaultSmemBytes = 48 * 1024;
+  if (smem_bytes > kDefaultSmemBytes) {
+    check(cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
+          what);
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(grid));
   config.blockDim = dim3(static_cast<unsigned>(num_threads));

@@ -2,16 +2,22 @@
 //
 //   LSE = log sum_s exp(lse_s),   O = sum_s w_s O_s,   w_s = exp(lse_s - LSE)
 //
-// A warp is a worker of its own: it owns 8 consecutive queries of one head. Neighbouring warps take
-// neighbouring heads, so that the block reads and writes whole rows of (heads, head_dim).
+// A warp is a worker of its own: it owns kQueries consecutive queries of one head. Neighbouring
+// warps take neighbouring heads, so that the block reads and writes whole rows of (heads,
+// head_dim).
 //
-//   1  lane l looks at query l % 8 and splits l / 8, l / 8 + 4, ...: one pass for the maximum, one for
-//      the sum, two shuffles each; the weights go to shared memory (num_splits x 8 per warp)
-//   2  lanes spread over head_dim, 16 bytes each, so that the warp holds all its rows at once; while one
+//   1  lane l looks at query l % kQueries and every (32 / kQueries)-th split from l / kQueries on:
+//   one pass
+//      over global memory for the maximum, one over shared memory for the weights and their sum
+//   2  lanes spread over head_dim, 16 bytes each, so that the warp holds all its rows at once;
+//   while one
 //      split is added up, the loads of the next one are in flight
 //
-// Splits whose weight is 0 are not read: their O may be anything. A row without any key in any split
-// gets O = 0, LSE = -inf. With one split the weight is exactly 1. NaN in an lse gives NaN.
+//   smem, per warp   | weight of (split, query), exp(lse - max) | 1 / sum per query |
+//
+// Splits whose weight is 0 are not read: their O may be anything. A row without any key in any
+// split gets O = 0, LSE = -inf. With one split the weight is exactly 1. NaN in an lse gives NaN.
+// Memory-bound; no streaming hints, which cost 1 %.
 #pragma once
 
 #include <cmath>
@@ -30,13 +36,13 @@ __device__ void load_split(float4 (&vector)[kRows], const float* weight, const f
   for (int i = 0; i < kRows; ++i) {
     vector[i] = float4{0.f, 0.f, 0.f, 0.f};
     if (weight[i] != 0.f) {
-      vector[i] = __ldcs(reinterpret_cast<const float4*>(o_partial + i * row_stride));
+      vector[i] = __ldg(reinterpret_cast<const float4*>(o_partial + i * row_stride));
     }
   }
 }
 
 template <typename Row>
-__global__ void __launch_bounds__(kCombineWarps* kWarpSize, 2)
+__global__ void __launch_bounds__(kCombineWarps* kWarpSize, kCombineBlocksPerSm)
     combine_kernel(const __grid_constant__ CombineParams params) {
   constexpr CombineConfig kConfig = Row::kConfig;
   constexpr int kQueries = kCombineRowsPerWarp;
@@ -47,10 +53,13 @@ __global__ void __launch_bounds__(kCombineWarps* kWarpSize, 2)
   constexpr int kParts = kConfig.head_dim / kVector / kRowLanes;
   constexpr int kRows = kQueries * kRowLanes / kWarpSize;
 
-  extern __shared__ __align__(16) float weights_of_block[];
+  constexpr int kSplitLanes = kWarpSize / kQueries;
+
+  extern __shared__ __align__(16) float smem[];
   const int warp = threadIdx.x / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
-  float* const weights = weights_of_block + warp * kQueries * params.num_splits;
+  float* const weights = smem + warp * kQueries * (params.num_splits + 1);
+  float* const inverse_sums = weights + kQueries * params.num_splits;
 
   const int task = blockIdx.x * kCombineWarps + warp;
   if (task >= params.num_tasks) return;
@@ -65,29 +74,31 @@ __global__ void __launch_bounds__(kCombineWarps* kWarpSize, 2)
     const float* const lse_partial = params.lse_partial +
                                      params.batch_map.offset(kLsePartial, batch) +
                                      int64_t{head} * params.seqlen + query_begin + query;
-    const auto load = [&](int split) {
-      return query < num_queries ? lse_partial[split * params.split_stride[kLsePartial]]
-                                 : -INFINITY;
-    };
     float largest = -INFINITY;
-    for (int split = lane / kQueries; split < params.num_splits; split += kWarpSize / kQueries) {
-      largest = fmaxf(largest, load(split));
+#pragma unroll 4
+    for (int split = lane / kQueries; split < params.num_splits; split += kSplitLanes) {
+      const float lse = query < num_queries
+                            ? __ldg(lse_partial + split * params.split_stride[kLsePartial])
+                            : -INFINITY;
+      weights[split * kQueries + query] = lse;
+      largest = fmaxf(largest, lse);
     }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
+#pragma unroll
+    for (int step = kQueries; step < kWarpSize; step *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+    }
     const float subtract = largest == -INFINITY ? 0.f : largest;
     float sum = 0.f;
-    for (int split = lane / kQueries; split < params.num_splits; split += kWarpSize / kQueries) {
-      const float weight = expf(load(split) - subtract);
+    for (int split = lane / kQueries; split < params.num_splits; split += kSplitLanes) {
+      const float weight = expf(weights[split * kQueries + query] - subtract);
       weights[split * kQueries + query] = weight;
       sum += weight;
     }
-    sum += __shfl_xor_sync(~0u, sum, 8);
-    sum += __shfl_xor_sync(~0u, sum, 16);
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
-    for (int split = lane / kQueries; split < params.num_splits; split += kWarpSize / kQueries) {
-      weights[split * kQueries + query] *= inverse;
+#pragma unroll
+    for (int step = kQueries; step < kWarpSize; step *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
     }
+    if (lane < kQueries) inverse_sums[query] = sum == 0.f ? 0.f : 1.f / sum;
     if (lane < num_queries) {
       params.lse[(int64_t{batch} * params.heads.divisor + head) * params.seqlen + query_begin +
                  query] = logf(sum) + subtract;
@@ -104,8 +115,8 @@ __global__ void __launch_bounds__(kCombineWarps* kWarpSize, 2)
   for (int part = 0; part < kParts; ++part) {
     const int column = (part * kRowLanes + lane % kRowLanes) * kVector;
     if (column >= params.head_dim) continue;
-    const float* o_partial = params.out_partial + params.batch_map.offset(kOutPartial, batch) +
-                             first + column;
+    const float* o_partial =
+        params.out_partial + params.batch_map.offset(kOutPartial, batch) + first + column;
     const float* weight = weights + first_row;
     float4 sum[kRows] = {};
     float4 next[kRows];
@@ -131,13 +142,14 @@ __global__ void __launch_bounds__(kCombineWarps* kWarpSize, 2)
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (first_row + i >= num_queries) break;
+      const float inverse = inverse_sums[first_row + i];
+      const float4 o{sum[i].x * inverse, sum[i].y * inverse, sum[i].z * inverse,
+                     sum[i].w * inverse};
       if constexpr (kConfig.out_dtype == DataType::f32) {
-        __stcs(reinterpret_cast<float4*>(static_cast<float*>(params.out) + at + i * row_stride),
-               sum[i]);
+        *reinterpret_cast<float4*>(static_cast<float*>(params.out) + at + i * row_stride) = o;
       } else {
-        __stcs(reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + at + i * row_stride),
-               uint2{pack<kConfig.out_dtype>(sum[i].x, sum[i].y),
-                     pack<kConfig.out_dtype>(sum[i].z, sum[i].w)});
+        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(params.out) + at + i * row_stride) =
+            uint2{pack<kConfig.out_dtype>(o.x, o.y), pack<kConfig.out_dtype>(o.z, o.w)};
       }
     }
   }
@@ -146,12 +158,12 @@ __global__ void __launch_bounds__(kCombineWarps* kWarpSize, 2)
 }  // namespace fa
 
 // Compiles one row of kernels.def.
-#define INSTANTIATE_COMBINE_KERNEL(dtype, head_dim)                                 \
-  namespace fa {                                                                    \
-  struct combine_##dtype##_##head_dim {                                             \
-    static constexpr CombineConfig kConfig{DataType::dtype, head_dim};              \
-  };                                                                                \
-  const void* combine_##dtype##_##head_dim##_symbol() {                             \
+#define INSTANTIATE_COMBINE_KERNEL(dtype, head_dim)                                      \
+  namespace fa {                                                                         \
+  struct combine_##dtype##_##head_dim {                                                  \
+    static constexpr CombineConfig kConfig{DataType::dtype, head_dim};                   \
+  };                                                                                     \
+  const void* combine_##dtype##_##head_dim##_symbol() {                                  \
     return reinterpret_cast<const void*>(&combine_kernel<combine_##dtype##_##head_dim>); \
-  }                                                                                 \
+  }                                                                                      \
   }

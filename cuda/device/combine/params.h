@@ -11,10 +11,10 @@ namespace fa {
 enum CombineOperand { kOutPartial, kLsePartial, kNumCombineOperands };
 
 struct CombineParams {
-  const float* out_partial;  // per batch index and split (seqlen, heads, head_dim)
-  const float* lse_partial;  // per batch index and split (heads, seqlen)
-  void* out;                 // (batch, seqlen, heads, head_dim)
-  float* lse;                // (batch, heads, seqlen)
+  const float* out_partial;                 // per batch index and split (seqlen, heads, head_dim)
+  const float* lse_partial;                 // per batch index and split (heads, seqlen)
+  void* out;                                // (batch, seqlen, heads, head_dim)
+  float* lse;                               // (batch, heads, seqlen)
   BatchMap<kNumCombineOperands> batch_map;  // strides in elements of the operand
   int64_t split_stride[kNumCombineOperands];
   int num_tasks;

@@ -44,7 +44,8 @@ struct FinalOutput {
     registers_to_smem(acc, smem, thread);
     cutlass::arch::fence_view_async_shared();
     if (params.tma_store) {
-      // All threads arrive, only the last warp waits (hence 32 more participants): O is in shared memory.
+      // All threads arrive, only the last warp waits (hence 32 more participants): O is in shared
+      // memory.
       cutlass::arch::NamedBarrier::arrive(kNumThreads + kWarpSize, kOInSmem);
       store_lse(params, tile, lse, thread);
       if (thread / kWarpSize == kNumThreads / kWarpSize - 1) {
@@ -63,7 +64,8 @@ struct FinalOutput {
   }
 
   // A tile without any valid row: O = 0, LSE = -inf, no shared memory touched.
-  static __device__ void store_empty(const OutputParams& params, const OutputTile& tile, int thread) {
+  static __device__ void store_empty(const OutputParams& params, const OutputTile& tile,
+                                     int thread) {
     constexpr int kThreadsPerRow = 8;
     for (int row = thread / kThreadsPerRow; row < tile.num_rows;
          row += kNumThreads / kThreadsPerRow) {
@@ -77,7 +79,8 @@ struct FinalOutput {
 
  private:
   // Panels innermost in both orders: they share an address up to a constant.
-  static __device__ void registers_to_smem(const float (&acc)[kHeadDim / 2], char* smem, int thread) {
+  static __device__ void registers_to_smem(const float (&acc)[kHeadDim / 2], char* smem,
+                                           int thread) {
     constexpr int kGroups = kPanelColumns / 16;  // of 16 columns, in a panel
     if constexpr (kOrder == ColumnOrder::plain) {
       // One stmatrix stores 16 x 16 elements: lane l names row l % 16 and 8-column unit l / 16.
@@ -85,7 +88,8 @@ struct FinalOutput {
       const int unit = thread % kWarpSize / 16;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
-        char* const target = smem + output_offset_bytes(row, 16 * group + 8 * unit, kBlockM, kHeadDim);
+        char* const target =
+            smem + output_offset_bytes(row, 16 * group + 8 * unit, kBlockM, kHeadDim);
 #pragma unroll
         for (int panel = 0; panel < kNumPanels; ++panel) {
           const float* const a = acc + 8 * (panel * kGroups + group);

@@ -1,16 +1,19 @@
-// The stand-alone epilogue: fp32 accumulators and row statistics in global memory -> O and LSE, through
-// the same epilogue code that ends the fused forward.
+// The stand-alone epilogue: fp32 accumulators and row statistics in global memory -> O and LSE,
+// through the same epilogue code that ends the fused forward.
 //
 // One CTA per tile of kBlockM rows of the output buffer, two threads per row. The kernel only moves
-// bytes: several CTAs per multiprocessor keep loads in flight, and the hardware hands out tiles as CTAs
-// finish. (A persistent kernel with a producer warp and a ring of stages was 5 to 10 % slower: it starts
-// slower, and its fixed share of tiles leaves multiprocessors with more bandwidth idle at the end.)
+// bytes: several CTAs per multiprocessor keep loads in flight, and the hardware hands out tiles as
+// CTAs finish. (A persistent kernel with a producer warp and a ring of stages was 5 to 10 % slower:
+// it starts slower, and its fixed share of tiles leaves multiprocessors with more bandwidth idle at
+// the end.)
 //
-//   thread r < kBlockM   where row r comes from | bulk copy of the row -> smem | its statistics -> smem
-//   all threads          wait | smem -> wgmma fragment layout, scaled | epilogue, O borrows acc's memory
+//   thread r < kBlockM   where row r comes from | bulk copy of the row -> smem | its statistics ->
+//   smem all threads          wait | smem -> wgmma fragment layout, scaled | epilogue, O borrows
+//   acc's memory
 //
-// Rows are located one by one, so that packed sequences of any lengths share tiles and nothing but the rows
-// that exist is read. A row in no sequence, or past the used part of one, is written as empty.
+// Rows are located one by one, so that packed sequences of any lengths share tiles and nothing but
+// the rows that exist is read. A row in no sequence, or past the used part of one, is written as
+// empty.
 //
 //   smem   | acc: kBlockM padded rows of fp32; then O | scale, lse per row | barrier |
 #pragma once
@@ -46,7 +49,8 @@ struct EpilogueKernelTraits {
 };
 
 // The row of acc, and of the statistics, that becomes row `row` of the tile; -1 if there is none.
-__device__ inline int64_t source_row(const EpilogueParams& params, const OutputTile& tile, int row) {
+__device__ inline int64_t source_row(const EpilogueParams& params, const OutputTile& tile,
+                                     int row) {
   if (row >= tile.num_rows) return -1;
   int token, subhead;
   params.output.qhead_per_khead(token, subhead, tile.row_begin + row);
@@ -60,7 +64,8 @@ __device__ inline int64_t source_row(const EpilogueParams& params, const OutputT
   }
   int length = params.seqlen_acc;
   if (params.seqused != nullptr) {
-    length = min(length, __ldg(params.seqused + params.batch_map.offset(kSeqused, tile.batch) + sequence));
+    length = min(length,
+                 __ldg(params.seqused + params.batch_map.offset(kSeqused, tile.batch) + sequence));
   }
   if (token >= length) return -1;
   const int64_t rows = int64_t{params.seqlen_acc} * params.output.qhead_per_khead.divisor;
@@ -68,8 +73,9 @@ __device__ inline int64_t source_row(const EpilogueParams& params, const OutputT
          int64_t{token} * params.output.qhead_per_khead.divisor + subhead;
 }
 
-// `Row` is a row of the kernel table: a type with the row's name and its config. (nvcc 13.0 cannot name a
-// namespaced class as the template argument of a kernel itself, and profilers show the row's name.)
+// `Row` is a row of the kernel table: a type with the row's name and its config. (nvcc 13.0 cannot
+// name a namespaced class as the template argument of a kernel itself, and profilers show the row's
+// name.)
 template <typename Row>
 __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConfig.blocks_per_sm)
     epilogue_kernel(const __grid_constant__ EpilogueParams params) {
@@ -96,8 +102,8 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
   tile.num_rows = static_cast<int>(min(rows_left, int64_t{kBlockM}));
 
   if (thread == 0) {
-    // The kBlockM threads that own a row arrive, with the bytes of the row if it exists; all threads wait;
-    // acc is in shared memory.
+    // The kBlockM threads that own a row arrive, with the bytes of the row if it exists; all
+    // threads wait; acc is in shared memory.
     Barrier::init(&smem.acc_arrived, kBlockM);
     cutlass::arch::fence_barrier_init();
     if (params.output.tma_store) cute::prefetch_tma_descriptor(&params.output.o_tensor_map);
@@ -116,7 +122,8 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
       Barrier::arrive_and_expect_tx(&smem.acc_arrived, 4 * head_dim);
       // No evict-first hint: it costs 8 %.
       cute::SM90_BULK_COPY_G2S::copy(params.acc + at(kAcc) * head_dim, &smem.acc_arrived,
-                                     smem.acc + acc_offset_bytes(thread, 0, kHeadDim), 4 * head_dim);
+                                     smem.acc + acc_offset_bytes(thread, 0, kHeadDim),
+                                     4 * head_dim);
       const float first = params.statistic[0][at(kStatistic0)];
       statistics = params.statistic[1] == nullptr
                        ? RowStatistics::normalised(first)
@@ -155,14 +162,14 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
 }  // namespace fa
 
 // Compiles one row of kernels.def.
-#define INSTANTIATE_EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)              \
-  namespace fa {                                                                                 \
-  struct epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm {                 \
-    static constexpr EpilogueConfig kConfig{DataType::dtype, head_dim, ColumnOrder::order,       \
-                                            block_m, blocks_per_sm};                             \
-  };                                                                                             \
-  const void* epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol() { \
-    return reinterpret_cast<const void*>(                                                        \
+#define INSTANTIATE_EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)               \
+  namespace fa {                                                                                  \
+  struct epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm {                  \
+    static constexpr EpilogueConfig kConfig{DataType::dtype, head_dim, ColumnOrder::order,        \
+                                            block_m, blocks_per_sm};                              \
+  };                                                                                              \
+  const void* epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol() {  \
+    return reinterpret_cast<const void*>(                                                         \
         &epilogue_kernel<epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm>); \
-  }                                                                                              \
+  }                                                                                               \
   }

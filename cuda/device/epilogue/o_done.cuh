@@ -1,9 +1,9 @@
-// "O done": the hand-over of the shared memory that O borrows (V's, in the fused forward) back to the
-// producers that will load into it. What a destination gets is one of the two structs below.
+// "O done": the hand-over of the shared memory that O borrows (V's, in the fused forward) back to
+// the producers that will load into it. What a destination gets is one of the two structs below.
 //
-// The barrier of ODone is an mbarrier per CTA. Arrivals: cluster size x (1 thread on the TMA path, all
-// epilogue threads otherwise). The producer waits before its next load into that memory, and once more
-// before it exits, so that a peer never signals a finished CTA.
+// The barrier of ODone is an mbarrier per CTA. Arrivals: cluster size x (1 thread on the TMA path,
+// all epilogue threads otherwise). The producer waits before its next load into that memory, and
+// once more before it exits, so that a peer never signals a finished CTA.
 #pragma once
 
 #include "cutlass/arch/barrier.h"

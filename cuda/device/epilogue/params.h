@@ -6,8 +6,8 @@
 
 namespace fa {
 
-// Operands in the batch map. Strides are counted in matrices of acc (rows x head_dim), in rows' vectors of
-// the statistics, of which there are as many, and in elements of the descriptors.
+// Operands in the batch map. Strides are counted in matrices of acc (rows x head_dim), in rows'
+// vectors of the statistics, of which there are as many, and in elements of the descriptors.
 enum EpilogueOperand { kAcc, kStatistic0, kStatistic1, kCuSeqlens, kSeqused, kNumEpilogueOperands };
 
 struct EpilogueParams {

@@ -1,13 +1,13 @@
 // Partial output: one tile's fp32 accumulator -> fp32 O straight from registers, and LSE.
 //
-// Executed by all consumer warpgroups of a CTA (2 threads per row). Needs no shared memory, but takes
-// part in the hand-over like FinalOutput, so that the producer need not know which one runs.
+// Executed by all consumer warpgroups of a CTA (2 threads per row). Needs no shared memory, but
+// takes part in the hand-over like FinalOutput, so that the producer need not know which one runs.
 //
 //   all threads   meet | signal O done | LSE -> global | quad exchange | 16-byte stores -> global
 //
 // The quad exchange: of two neighbouring groups of 8 columns, a thread holds columns 2q, 2q+1 of
-// both. Even q give the second group's pair to q + 1 and get its first group's, after which even q hold
-// four contiguous columns of the first group and odd q of the second:
+// both. Even q give the second group's pair to q + 1 and get its first group's, after which even q
+// hold four contiguous columns of the first group and odd q of the second:
 //
 //     before  q0: a0 a1 | b0 b1   q1: a2 a3 | b2 b3   q2: a4 a5 | b4 b5   q3: a6 a7 | b6 b7
 //     after   q0: a0 a1 a2 a3     q1: b0 b1 b2 b3     q2: a4 a5 a6 a7     q3: b4 b5 b6 b7
@@ -61,7 +61,8 @@ struct PartialOutput {
   }
 
   // A tile without any valid row: O = 0, LSE = -inf.
-  static __device__ void store_empty(const OutputParams& params, const OutputTile& tile, int thread) {
+  static __device__ void store_empty(const OutputParams& params, const OutputTile& tile,
+                                     int thread) {
     constexpr int kThreadsPerRow = 8;
     for (int row = thread / kThreadsPerRow; row < tile.num_rows;
          row += kNumThreads / kThreadsPerRow) {
