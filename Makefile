@@ -5,7 +5,7 @@
 #   PYTHON       interpreter to use (default: python3.11, else the first newer one found)
 #   JAX          requirement for jax, e.g. JAX=jax==0.11.2 (default: the newest for that Python)
 #   JAX_FA_CUDA  auto, on or off: build the CUDA kernels (default: auto; demo: off without a GPU)
-#   KERNELS      build only the kernels whose name matches this regular expression
+#   KERNELS      build only the kernels whose name matches this regular expression (see CMakeLists.txt)
 #   PYTEST_ARGS  arguments for pytest
 
 SHELL := bash
@@ -23,7 +23,7 @@ HAS_GPU := $(wildcard /proc/driver/nvidia/version)$(shell nvidia-smi -L 2>/dev/n
 CUDA_ROOT := $(shell PATH="$$PATH:/usr/local/cuda/bin" "$${CUDACXX:-nvcc}" --dryrun -x cu - \
   2>&1 < /dev/null | sed -n 's/.* TOP=//p')
 JAX ?= jax
-KERNELS ?= .
+KERNELS ?=
 PYTEST_ARGS ?= $(if $(HAS_GPU),,-n 2)
 
 BUILD_VENV := .venv-build-$(TAG)

@@ -66,4 +66,48 @@ constexpr int combine_smem_bytes(int num_splits) {
   return kCombineWarps * kCombineRowsPerWarp * (num_splits + 1) * 4;
 }
 
+// ---- Forward ------------------------------------------------------------------------------------
+
+// Where a tile's result goes: 16-bit O, or fp32 O of one split of the key axis.
+enum class Output { final, partial };
+
+constexpr const char* name(Output output) { return output == Output::final ? "final" : "partial"; }
+
+struct ForwardConfig {
+  DataType dtype;
+  int head_dim;    // columns of Q and K in the tile; the call's may be fewer
+  int head_dim_v;  // columns of V and O in the tile; the call's may be fewer
+  Output output;
+  int block_m;  // query rows of a tile
+  int block_n;  // keys of a block
+  int stages;   // of the rings of K and V
+  bool operator==(const ForwardConfig&) const = default;
+};
+
+// Full and empty barriers of K and V per stage, of the tile slot and of Q, and O done; the tile
+// slot.
+constexpr int forward_barrier_bytes(const ForwardConfig& config) {
+  return 8 * (4 * config.stages + 2 + 3) + 8;
+}
+
+// First and last key of each row.
+constexpr int forward_mask_bytes(const ForwardConfig& config) { return 8 * config.block_m; }
+
+constexpr int forward_smem_bytes(const ForwardConfig& config) {
+  const int q_bytes = config.block_m * config.head_dim * 2;
+  const int kv_bytes = config.stages * config.block_n * (config.head_dim + config.head_dim_v) * 2;
+  // Rounded up to the alignment of the swizzled tiles, as the struct in shared memory is.
+  return (q_bytes + kv_bytes + forward_mask_bytes(config) + forward_barrier_bytes(config) + 1023) /
+         1024 * 1024;
+}
+
+constexpr int forward_num_warpgroups(const ForwardConfig& config) {
+  return config.block_m / kRowsPerWarpgroup;
+}
+
+// The consumer warpgroups and one more for the producer.
+constexpr int forward_num_threads(const ForwardConfig& config) {
+  return (forward_num_warpgroups(config) + 1) * kWarpgroupSize;
+}
+
 }  // namespace fa

@@ -4,8 +4,10 @@
 
 #ifdef __CUDACC__
 #define FA_HOST_DEVICE __host__ __device__
+#define FA_NO_UNROLL _Pragma("unroll 1")
 #else
 #define FA_HOST_DEVICE
+#define FA_NO_UNROLL
 #endif
 
 namespace fa {

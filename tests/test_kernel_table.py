@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 
 import pytest
@@ -18,6 +19,13 @@ def reachable():
             yield _native.plan_epilogue(dtype, 2, 2, 1, 128, head_dim, fp8_permuted_columns=fp8)
         if not fp8:
             yield _native.plan_combine(dtype, 2, 2, 128, head_dim, 3)
+    for dtype, head_dim, head_dim_v, right in itertools.product(
+        DTYPES[:2], range(64, 257, 32), range(64, 257, 32), (-1, 0)
+    ):
+        with contextlib.suppress(NotImplementedError):  # a pair of widths without a tile
+            yield _native.plan_forward(
+                dtype, 2, 2, 1, 512, 512, head_dim, head_dim_v, window_right=right
+            )
 
 
 def test_every_plan_names_a_kernel_and_every_kernel_is_reached():
@@ -33,15 +41,18 @@ def test_every_plan_names_a_kernel_and_every_kernel_is_reached():
 def test_names_are_unique_and_say_the_config():
     kernels = _native.kernels()
     assert max(collections.Counter(kernel["name"] for kernel in kernels).values()) == 1
+    fields = {
+        "epilogue": ("out_dtype", "head_dim", "column_order", "block_m", "blocks_per_sm"),
+        "combine": ("out_dtype", "head_dim"),
+        "forward": ("dtype", "head_dim", "head_dim_v", "output", "block_m", "block_n", "stages"),
+    }
     for kernel in kernels:
-        fields = ["operation", "out_dtype", "head_dim"]
-        if kernel["operation"] == "epilogue":
-            fields += ["column_order", "block_m", "blocks_per_sm"]
-        assert kernel["name"] == "_".join(str(kernel[field]) for field in fields)
+        values = [str(kernel[field]) for field in fields[kernel["operation"]]]
+        assert kernel["name"] == "_".join([kernel["operation"], *values])
 
 
-def test_default_build_has_every_kernel():
-    kernels = _native.kernels()
+def test_default_build_has_every_kernel_in_use():
+    kernels = [kernel for kernel in _native.kernels() if kernel["operation"] != "forward"]
     if not _native.cuda_built:
         assert not any(kernel["built"] for kernel in kernels)
         pytest.skip("built without CUDA")
@@ -52,5 +63,6 @@ def test_default_build_has_every_kernel():
 
 
 def test_handlers_exist_exactly_with_cuda():
-    expected = {"jax_fa_epilogue_epilogue_v1", "jax_fa_epilogue_combine_v1"}
+    operations = {kernel["operation"] for kernel in _native.kernels()}
+    expected = {f"jax_fa_epilogue_{operation}_v1" for operation in operations}
     assert set(_native.handlers()) == (expected if _native.cuda_built else set())

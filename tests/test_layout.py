@@ -113,3 +113,62 @@ def test_find_sequence_keeps_its_promise_on_offsets_that_lie(seed):
         found = maps.find_sequence(offsets, token)
         if 0 <= found < len(offsets) - 1:
             assert offsets[found] <= token < offsets[found + 1]
+
+
+WINDOWS = [(-1, -1), (-1, 0), (0, 0), (3, -1), (2, 5), (0, 40), (40, 0)]
+LENGTHS = [(0, 4), (4, 0), (1, 9), (9, 1), (7, 7), (5, 23), (23, 5)]
+
+
+def brute_force_keys(window, shift, seqlen_k, query):
+    left, right = window
+    return [
+        j
+        for j in range(seqlen_k)
+        if (left == -1 or j >= query + shift - left) and (right == -1 or j <= query + shift + right)
+    ]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("top_left", [False, True])
+def test_forward_visits_the_visible_keys(window, lengths, top_left):
+    seqlen_q, seqlen_k = lengths
+    shift = 0 if top_left else seqlen_k - seqlen_q
+    for query in range(seqlen_q):
+        begin, end = maps.visible_keys(*window, shift, seqlen_k, query)
+        assert list(range(begin, end)) == brute_force_keys(window, shift, seqlen_k, query)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("top_left", [False, True])
+def test_forward_key_blocks(window, lengths, top_left):
+    """Every block with a visible key is visited; blocks without a mask are seen whole by all."""
+    seqlen_q, seqlen_k = lengths
+    shift = 0 if top_left else seqlen_k - seqlen_q
+    block_m, block_n = 4, 3
+    for first in range(0, seqlen_q, block_m):
+        last = min(first + block_m, seqlen_q) - 1
+        begin, end, full_begin, full_end = maps.key_blocks(
+            *window, shift, seqlen_k, first, last, block_n
+        )
+        keys = [brute_force_keys(window, shift, seqlen_k, i) for i in range(first, last + 1)]
+        needed = {j // block_n for row in keys for j in row}
+        assert needed <= set(range(begin, end))
+        for block in range(max(begin, full_begin), min(end, full_end)):
+            whole = set(range(block * block_n, (block + 1) * block_n))
+            assert all(whole <= set(row) for row in keys)
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+@pytest.mark.parametrize(
+    ("row_blocks", "heads", "section"), [(1, 1, 1), (5, 7, 3), (4, 6, 6), (3, 8, 1)]
+)
+def test_forward_tile_order_is_a_bijection(row_blocks, heads, section, last_first):
+    order = [
+        maps.tile_position(row_blocks, heads, section, last_first, tile)
+        for tile in range(row_blocks * heads)
+    ]
+    assert sorted(order) == [(m, h) for m in range(row_blocks) for h in range(heads)]
+    sections = [head // section for _, head in order]
+    assert sections == sorted(sections), "a section's heads come together"

@@ -130,3 +130,49 @@ def test_golden_plans():
         "smem_bytes": 1152,
         "num_tasks": 32768,
     }
+
+
+def forward(**changes):
+    problem = {
+        "dtype": "bf16",
+        "batch": 2,
+        "heads_kv": 4,
+        "qhead_per_khead": 4,
+        "seqlen_q": 1000,
+        "seqlen_k": 1000,
+        "head_dim": 128,
+        "head_dim_v": 128,
+    }
+    return _native.plan_forward(**(problem | changes))
+
+
+@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+def test_forward_takes_the_narrowest_tile(head_dim):
+    plan = forward(head_dim=head_dim, head_dim_v=head_dim)
+    tile = min(d for d in (64, 96, 128, 192, 256) if d >= head_dim)
+    assert (plan["head_dim"], plan["head_dim_v"]) == (tile, tile)
+    assert plan["smem_bytes"] <= 227 * 1024
+
+
+def test_forward_packs_heads_where_it_saves_tiles():
+    assert forward(seqlen_q=1)["pack_gqa"]
+    assert not forward(seqlen_q=1, pack_gqa=0)["pack_gqa"]
+    assert not forward(seqlen_q=4096)["pack_gqa"]
+    assert not forward(qhead_per_khead=3, seqlen_q=1, pack_gqa=1)["pack_gqa"], "no whole groups"
+    assert not forward(seqlen_q=1)["tma_store"]
+
+
+def test_forward_tiles_cover_every_row():
+    for changes in ({}, {"seqlen_q": 1}, {"seqlen_q": 129, "pack_gqa": 1}):
+        plan = forward(**changes)
+        rows = changes.get("seqlen_q", 1000) * (4 if plan["pack_gqa"] else 1)
+        heads = 2 * 4 * (1 if plan["pack_gqa"] else 4)
+        assert plan["row_blocks"] == -(-rows // plan["block_m"])
+        assert plan["num_tiles"] == plan["row_blocks"] * heads
+        assert plan["grid"] == min(132, plan["num_tiles"])
+
+
+def test_forward_with_a_causal_mask_starts_with_the_longest_tiles():
+    assert forward(window_right=0)["last_first"]
+    assert not forward()["last_first"]
+    assert forward(window_right=0)["dynamic"]

@@ -8,6 +8,7 @@ namespace fa {
 extern "C" {
 XLA_FFI_Error* epilogue_handler(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* combine_handler(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* forward_handler(XLA_FFI_CallFrame* call_frame);
 }
 
 }  // namespace fa

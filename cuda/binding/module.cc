@@ -4,7 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "forward_maps.h"
 #include "host/plan.h"
+#include "host/plan_forward.h"
 #include "host/registry.h"
 #include "index_maps.h"
 #include "xla/ffi/api/c_api.h"
@@ -46,6 +48,18 @@ nb::dict to_dict(const CombineConfig& config) {
   return dict;
 }
 
+nb::dict to_dict(const ForwardConfig& config) {
+  nb::dict dict;
+  dict["dtype"] = name(config.dtype);
+  dict["head_dim"] = config.head_dim;
+  dict["head_dim_v"] = config.head_dim_v;
+  dict["output"] = name(config.output);
+  dict["block_m"] = config.block_m;
+  dict["block_n"] = config.block_n;
+  dict["stages"] = config.stages;
+  return dict;
+}
+
 template <typename Kernel>
 nb::dict to_dict(const Kernel& kernel, const char* operation, int num_threads) {
   nb::dict dict = to_dict(kernel.config);
@@ -75,6 +89,9 @@ nb::list kernels() {
   for (const CombineKernel& kernel : combine_kernels()) {
     list.append(to_dict(kernel, "combine", kCombineWarps * kWarpSize));
   }
+  for (const ForwardKernel& kernel : forward_kernels()) {
+    list.append(to_dict(kernel, "forward", forward_num_threads(kernel.config)));
+  }
   return list;
 }
 
@@ -83,6 +100,7 @@ nb::dict handlers() {
 #if JAX_FA_CUDA_BUILT
   dict["jax_fa_epilogue_epilogue_v1"] = nb::capsule(reinterpret_cast<void*>(epilogue_handler));
   dict["jax_fa_epilogue_combine_v1"] = nb::capsule(reinterpret_cast<void*>(combine_handler));
+  dict["jax_fa_epilogue_forward_v1"] = nb::capsule(reinterpret_cast<void*>(forward_handler));
 #endif
   return dict;
 }
@@ -151,11 +169,59 @@ NB_MODULE(_native, module) {
       },
       "out_dtype"_a, "batch"_a, "heads"_a, "seqlen"_a, "head_dim"_a, "num_splits"_a);
 
+  module.def(
+      "plan_forward",
+      [](const std::string& dtype, int64_t batch, int64_t heads_kv, int64_t qhead_per_khead,
+         int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
+         int64_t window_left, int64_t window_right, bool has_seqused_q, int pack_gqa, int num_sms) {
+        ForwardProblem problem;
+        problem.dtype = parse_data_type(dtype);
+        problem.batch = batch;
+        problem.heads_kv = heads_kv;
+        problem.qhead_per_khead = qhead_per_khead;
+        problem.seqlen_q = seqlen_q;
+        problem.seqlen_k = seqlen_k;
+        problem.head_dim = head_dim;
+        problem.head_dim_v = head_dim_v;
+        problem.window_left = window_left;
+        problem.window_right = window_right;
+        problem.has_seqused_q = has_seqused_q;
+        problem.pack_gqa = static_cast<PackGqa>(pack_gqa);
+        const ForwardPlan plan = plan_forward(problem, DeviceInfo{num_sms});
+        nb::dict dict = to_dict(plan);
+        dict["pack_gqa"] = plan.pack_gqa;
+        dict["tma_store"] = plan.tma_store;
+        dict["dynamic"] = plan.dynamic;
+        dict["num_tiles"] = plan.num_tiles;
+        dict["row_blocks"] = plan.order.row_blocks;
+        dict["section_heads"] = plan.order.section_heads;
+        dict["last_first"] = plan.order.last_first;
+        return dict;
+      },
+      "dtype"_a, "batch"_a, "heads_kv"_a, "qhead_per_khead"_a, "seqlen_q"_a, "seqlen_k"_a,
+      "head_dim"_a, "head_dim_v"_a, "window_left"_a = -1, "window_right"_a = -1,
+      "has_seqused_q"_a = false, "pack_gqa"_a = -1, "num_sms"_a = 132);
+
   nb::module_ maps = module.def_submodule("index_maps", "The kernels' index maps, for the tests.");
   maps.def("accumulator_coordinate", [](int thread, int index) {
     const TileCoordinate at = accumulator_coordinate(thread, index);
     return nb::make_tuple(at.row, at.column);
   });
+  maps.def("visible_keys", [](int left, int right, int shift, int seqlen_k, int query) {
+    const KeyRange range = visible_keys({left, right, shift}, seqlen_k, query);
+    return nb::make_tuple(range.begin, range.end);
+  });
+  maps.def("key_blocks", [](int left, int right, int shift, int seqlen_k, int first, int last,
+                            int block_n) {
+    const KeyBlocks blocks = key_blocks({left, right, shift}, seqlen_k, first, last, block_n);
+    return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
+  });
+  maps.def("tile_position",
+           [](int row_blocks, int heads, int section_heads, bool last_first, int tile) {
+             const TilePosition position =
+                 tile_position({row_blocks, heads, section_heads, last_first}, tile);
+             return nb::make_tuple(position.row_block, position.head);
+           });
   maps.def("fp8_output_column", &fp8_output_column);
   maps.def("swizzle", &swizzle);
   maps.def("output_panel_columns", &output_panel_columns);

@@ -19,11 +19,28 @@ struct BatchMap {
   // Offset of `operand` for linear batch index `batch`.
   FA_HOST_DEVICE int64_t offset(int operand, int batch) const {
     int64_t offset = 0;
+    FA_NO_UNROLL
     for (int axis = num_axes - 1; axis > 0; --axis) {
       offset += batch % size[axis] * stride[operand][axis];
       batch /= size[axis];
     }
     return num_axes == 0 ? 0 : offset + batch * stride[operand][0];
+  }
+
+  // Offsets of the first kCount operands at once, for units that need no more than 31 bits.
+  template <int kCount>
+  FA_HOST_DEVICE void offsets(int batch, int (&offset)[kCount]) const {
+    static_assert(kCount <= kNumOperands);
+    for (int operand = 0; operand < kCount; ++operand) offset[operand] = 0;
+    FA_NO_UNROLL
+    for (int axis = num_axes - 1; axis >= 0; --axis) {
+      const int rest = batch / size[axis];
+      const int index = batch - rest * size[axis];
+      for (int operand = 0; operand < kCount; ++operand) {
+        offset[operand] += index * static_cast<int>(stride[operand][axis]);
+      }
+      batch = rest;
+    }
   }
 };
 

@@ -10,7 +10,9 @@
 #include "device/batch_map.h"
 #include "device/combine/params.h"
 #include "device/epilogue/params.h"
+#include "device/forward/params.h"
 #include "host/plan.h"
+#include "host/plan_forward.h"
 
 namespace fa {
 
@@ -43,6 +45,22 @@ struct CombineArguments {
 };
 
 void launch_combine(const CombineArguments& arguments, cudaStream_t stream);
+
+struct ForwardArguments {
+  ForwardProblem problem;
+  const void* q;
+  const void* k;
+  const void* v;
+  const int32_t* seqused_q;  // null without
+  const int32_t* seqused_k;  // null without
+  void* o;
+  float* lse;
+  int* tile_counter;  // workspace of one element
+  BatchMap<kNumForwardOperands> batch_map;
+  int64_t batches[3];  // batch indices that q, k, v hold
+};
+
+void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
 
 // Test hook: the next launch asks for more shared memory than any device has.
 void fail_next_launch();

@@ -1,28 +1,12 @@
 #include "host/plan.h"
 
 #include <algorithm>
-#include <limits>
 
+#include "host/plan_support.h"
 #include "host/registry.h"
 
 namespace fa {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-
-void require(bool condition, const char* argument, int64_t value, const char* allowed) {
-  if (!condition) {
-    throw std::invalid_argument(std::string(argument) + " = " + std::to_string(value) +
-                                ", allowed: " + allowed);
-  }
-}
-
-void check_head_dim(int64_t head_dim) {
-  require(head_dim >= 8 && head_dim <= 256 && head_dim % 8 == 0, "head_dim", head_dim,
-          "multiples of 8 from 8 to 256");
-}
 
 // The narrowest kernel of the table that holds the call's columns.
 template <typename Kernels, typename Matches>
@@ -39,7 +23,7 @@ const auto& narrowest(const Kernels& kernels, int64_t head_dim, Matches matches)
 }  // namespace
 
 EpiloguePlan plan_epilogue(const EpilogueProblem& problem) {
-  check_head_dim(problem.head_dim);
+  check_head_dim("head_dim", problem.head_dim);
   require(problem.qhead_per_khead >= 1, "qhead_per_khead", problem.qhead_per_khead, "1 or more");
   require(problem.column_order == ColumnOrder::plain || problem.head_dim % 16 == 0, "head_dim",
           problem.head_dim, "multiples of 16 with fp8_permuted_columns");
@@ -69,7 +53,7 @@ EpiloguePlan plan_epilogue(const EpilogueProblem& problem) {
 }
 
 CombinePlan plan_combine(const CombineProblem& problem) {
-  check_head_dim(problem.head_dim);
+  check_head_dim("head_dim", problem.head_dim);
   require(problem.num_splits >= 1 && problem.num_splits <= kCombineMaxSplits, "num_splits",
           problem.num_splits, "1 to 256");
   const CombineKernel& kernel =

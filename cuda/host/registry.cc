@@ -8,9 +8,13 @@ namespace fa {
 #define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm) \
   const void* epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol();
 #define COMBINE_KERNEL(dtype, head_dim) const void* combine_##dtype##_##head_dim##_symbol();
+#define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages) \
+  const void*                                                                         \
+      forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages##_symbol();
 #include "built_kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
+#undef FORWARD_KERNEL
 
 namespace {
 
@@ -26,9 +30,14 @@ const std::vector<BuiltKernel>& built_kernels() {
    epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol()},
 #define COMBINE_KERNEL(dtype, head_dim) \
   {"combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol()},
+#define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)    \
+  {"forward_" #dtype "_" #head_dim "_" #head_dim_v "_" #output "_" #block_m "_" #block_n \
+   "_" #stages,                                                                          \
+   forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages##_symbol()},
 #include "built_kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
+#undef FORWARD_KERNEL
   };
   return kernels;
 }
@@ -49,9 +58,11 @@ const std::vector<EpilogueKernel>& epilogue_kernels() {
   {EpilogueConfig{DataType::dtype, head_dim, ColumnOrder::order, block_m, blocks_per_sm}, \
    "epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, nullptr},
 #define COMBINE_KERNEL(dtype, head_dim)
+#define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
+#undef FORWARD_KERNEL
     };
     for (EpilogueKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
     return table;
@@ -65,11 +76,34 @@ const std::vector<CombineKernel>& combine_kernels() {
 #define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)
 #define COMBINE_KERNEL(dtype, head_dim) \
   {CombineConfig{DataType::dtype, head_dim}, "combine_" #dtype "_" #head_dim, nullptr},
+#define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
+#undef FORWARD_KERNEL
     };
     for (CombineKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
+    return table;
+  }();
+  return kernels;
+}
+
+const std::vector<ForwardKernel>& forward_kernels() {
+  static const std::vector<ForwardKernel> kernels = [] {
+    std::vector<ForwardKernel> table = {
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)
+#define COMBINE_KERNEL(dtype, head_dim)
+#define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)              \
+  {ForwardConfig{DataType::dtype, head_dim, head_dim_v, Output::output, block_m, block_n, stages}, \
+   "forward_" #dtype "_" #head_dim "_" #head_dim_v "_" #output "_" #block_m "_" #block_n           \
+   "_" #stages,                                                                                    \
+   nullptr},
+#include "kernels.def"
+#undef EPILOGUE_KERNEL
+#undef COMBINE_KERNEL
+#undef FORWARD_KERNEL
+    };
+    for (ForwardKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
     return table;
   }();
   return kernels;

@@ -20,7 +20,14 @@ struct CombineKernel {
   const void* symbol;
 };
 
+struct ForwardKernel {
+  ForwardConfig config;
+  const char* name;
+  const void* symbol;
+};
+
 const std::vector<EpilogueKernel>& epilogue_kernels();
 const std::vector<CombineKernel>& combine_kernels();
+const std::vector<ForwardKernel>& forward_kernels();
 
 }  // namespace fa

@@ -1,0 +1,136 @@
+// The fused attention forward: O = softmax(softcap(scale Q K^T) + mask) V and its LSE, 16-bit in,
+// fp32 inside.
+//
+// Persistent, one CTA per multiprocessor, warp-specialised: 1 ... 3 consumer warpgroups of 64 query
+// rows each, then a producer warpgroup of which one warp works and whose registers go to the
+// others.
+//
+//   scheduler  the next tile, and what it consists of           tile_scheduler.cuh, forward_maps.h
+//   producer   TMA: Q per tile, K and V in rings of stages      producer.cuh
+//   consumers  S = Q K^T, softmax, O += P V on wgmma            mainloop.cuh, mask.cuh, softmax.cuh
+//              O, LSE -> global, O through V's shared memory    device/epilogue/
+//
+//   shared memory  | Q | K stage 0 | K stage 1 | V stage 0 | V stage 1 | barriers |
+//                                              | O .................. |
+//
+// Barriers; s is a stage:
+//
+//   k_full[s], v_full[s], q_full     the producer arrives, 1, with the bytes that TMA brings;
+//                                    the consumers wait; the stage (Q) is there
+//   k_empty[s], v_empty[s], q_empty  one lane of each consumer warp arrives when its wgmma has
+//                                    read; the producer waits; the stage (Q) is free
+//   o_done                           see o_done.cuh; the producer waits before a tile's first V;
+//                                    O has left V's shared memory
+//
+// Tiles without a key block touch none of these. Tile slot: see tile_scheduler.cuh. Named barriers:
+// see traits.cuh.
+#pragma once
+
+#include "cutlass/arch/reg_reconfig.h"
+#include "device/forward/mainloop.cuh"
+#include "device/forward/producer.cuh"
+
+namespace fa {
+
+template <ForwardConfig kConfig>
+__device__ void forward_consumer(const ForwardParams& params,
+                                 typename ForwardTraits<kConfig>::Smem& smem, int thread) {
+  using Traits = ForwardTraits<kConfig>;
+  using Output = typename Traits::OutputType;
+  ForwardMainloop<kConfig> mainloop(params, smem, thread);
+  uint32_t slot_phase = 0;
+  while (true) {
+    uint32_t q_phase;
+    int index = smem.tile.take(q_phase, slot_phase, thread);
+    if (index == TileSlot::kNoMore) return;
+    const auto tile = forward_tile<Traits::kBlockM, Traits::kBlockN>(params, index);
+    if (tile.blocks.empty()) {
+      Output::store_empty(params.output, forward_output_tile<Traits::kBlockM>(params, index),
+                          thread);
+      continue;
+    }
+    float o[Traits::kHeadDimV / 2];
+    OnlineSoftmax softmax;
+    mainloop.run(tile, q_phase, o, softmax);
+    // What the epilogue derives from these would spill if it were kept through the main loop.
+    index = opaque(index);
+    thread = opaque(thread);
+    const OutputTile output = forward_output_tile<Traits::kBlockM>(params, index);
+    const int used_rows = num_used_rows(params, output);
+    RowStatistics statistics[2];
+    float lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = accumulator_coordinate(thread, 2 * half).row;
+      const RowStatistics of_row = softmax.finish(half, params.logit_unit);
+      statistics[half] = row < used_rows ? of_row : RowStatistics{};
+      lse[half] = statistics[half].lse;
+    }
+#pragma unroll
+    for (int i = 0; i < Traits::kHeadDimV / 2; ++i) o[i] = statistics[i / 2 % 2].apply(o[i]);
+    Output::store_o(params.output, output, o, lse, reinterpret_cast<char*>(smem.v),
+                    ODone<1>{smem.o_done}, thread);
+  }
+}
+
+template <typename Row>
+__global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
+    forward_kernel(const __grid_constant__ ForwardParams params) {
+  constexpr ForwardConfig kConfig = Row::kConfig;
+  using Traits = ForwardTraits<kConfig>;
+  using Smem = typename Traits::Smem;
+  using Barrier = cutlass::arch::ClusterBarrier;
+  extern __shared__ __align__(1024) char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  const int warpgroup = cutlass::canonical_warp_group_idx();
+
+  if (threadIdx.x == 0) {
+    // Without a key nothing is loaded, and an empty buffer has no descriptor.
+    if (params.seqlen_k > 0) {
+      cute::prefetch_tma_descriptor(&params.q_tensor_map);
+      cute::prefetch_tma_descriptor(&params.k_tensor_map);
+      cute::prefetch_tma_descriptor(&params.v_tensor_map);
+    }
+    if (params.output.tma_store) cute::prefetch_tma_descriptor(&params.output.o_tensor_map);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      Barrier::init(&smem.k_full[stage], 1);
+      Barrier::init(&smem.v_full[stage], 1);
+      Barrier::init(&smem.k_empty[stage], Traits::kConsumerWarps);
+      Barrier::init(&smem.v_empty[stage], Traits::kConsumerWarps);
+    }
+    Barrier::init(&smem.q_full, 1);
+    Barrier::init(&smem.q_empty, Traits::kConsumerWarps);
+    smem.tile.initialise(Traits::kConsumerWarps);
+    smem.o_done.init(ODone<1>::arrivals(Traits::OutputType::num_signalling_threads(params.output)));
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == Traits::kWarpgroups) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    if (threadIdx.x / kWarpSize == Traits::kConsumerWarps) {
+      ForwardProducer<kConfig>(params, smem).run();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    forward_consumer<kConfig>(params, smem, threadIdx.x);
+  }
+}
+
+}  // namespace fa
+
+// Compiles one row of kernels.def.
+#define INSTANTIATE_FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)            \
+  namespace fa {                                                                                             \
+  struct                                                                                                     \
+      forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages {            \
+    static constexpr ForwardConfig kConfig{DataType::dtype, head_dim, head_dim_v, Output::output,            \
+                                           block_m,         block_n,  stages};                               \
+  };                                                                                                         \
+  const void*                                                                                                \
+      forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages##_symbol() { \
+    return reinterpret_cast<const void*>(                                                                    \
+        &forward_kernel<                                                                                     \
+            forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages>);     \
+  }                                                                                                          \
+  }

@@ -1,0 +1,217 @@
+// The main loop of one consumer warpgroup: 64 query rows against the tile's key blocks, from the
+// last to the first, S and O in registers, P as the A operand of P V straight from registers.
+//
+//   S = Q K^T     P = softmax(S) as it goes     O = P V          (next ' = block before)
+//
+//   tensor cores   | S' = Q K'^T | O += P V         |  S'' ...
+//   this warpgroup | issue both  | softmax(S') -> P'|  O rescaled, next turn
+//   the other one  | softmax     | issues its own   |
+//
+// So the exponentials of one block run under P V of the one before and under the other warpgroup's
+// GEMMs.
+#pragma once
+
+#include "device/epilogue/convert.cuh"
+#include "device/forward/softmax.cuh"
+#include "device/forward/traits.cuh"
+
+namespace fa {
+
+template <ForwardConfig kConfig>
+class ForwardMainloop {
+  using Traits = ForwardTraits<kConfig>;
+  using Smem = typename Traits::Smem;
+  using Ring = typename Traits::Ring;
+  using Element = typename Traits::Element;
+  using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
+  using NamedBarrier = cutlass::arch::NamedBarrier;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kCountS = kBlockN / 2;
+  static constexpr int kCountO = Traits::kHeadDimV / 2;
+
+ public:
+  __device__ ForwardMainloop(const ForwardParams& params, Smem& smem, int thread)
+      : params_(params),
+        smem_(smem),
+        thread_(thread),
+        warpgroup_(cutlass::canonical_warp_group_idx()) {
+    if (Traits::kTakeTurns && warpgroup_ == Traits::kWarpgroups - 1) pass_turn();
+  }
+
+  // O of this thread's fragment, not normalised, and the softmax state that normalises it.
+  __device__ void run(const ForwardTile& tile, uint32_t q_phase, float (&o)[kCountO],
+                      OnlineSoftmax& softmax) {
+    using namespace cute;
+    const auto thread_qk = typename Traits::MmaQKSlice{}.get_slice(0);
+    const auto thread_pv = typename Traits::MmaPV{}.get_slice(0);
+    const auto s_q =
+        local_tile(make_tensor(make_smem_ptr(smem_.q), typename Traits::LayoutQ{}),
+                   Shape<_64, Int<Traits::kHeadDim>>{}, make_coord(uniform(warpgroup_), 0));
+    const auto s_k = make_tensor(make_smem_ptr(smem_.k[0]), typename Traits::LayoutK{});
+    const auto s_vt = make_tensor(make_smem_ptr(smem_.v[0]), typename Traits::LayoutVt{});
+    const auto r_q = thread_qk.partition_fragment_A(s_q);
+    const auto r_k = thread_qk.partition_fragment_B(s_k);
+    const auto r_vt = thread_pv.partition_fragment_B(s_vt);
+    float scores[kCountS];
+    uint32_t p[kCountS / 2];
+    auto r_o = make_tensor(make_rmem_ptr(o),
+                           Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
+    const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
+                                 Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
+    const auto multiply_qk = [&] {
+      issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(ring_.stage)), scores);
+    };
+    const auto multiply_pv = [&] {
+      issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(v_position().stage)), r_o);
+    };
+
+    smem_.mask.prepare(params_, tile, thread_);
+    float rescale[2];
+    const KeyBlocks blocks = uniform(tile.blocks);
+    int block = blocks.end - 1;
+    const auto softmax_block = [&] {
+      transform_scores(scores);
+      if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, thread_);
+      softmax.update(scores, params_.logit_unit_log2, rescale);
+    };
+    const auto wait_for_v = [&] {
+      FullBarrier::wait(&smem_.v_full[v_position().stage], v_position().phase);
+    };
+
+#pragma unroll
+    for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
+    FullBarrier::wait(&smem_.q_full, q_phase);
+    wait_for_k(ring_);
+    multiply_qk();
+    warpgroup_wait<0>();
+    fence_registers(scores);
+    release(smem_.k_empty, ring_.stage);
+    ring_.advance();
+    // Past the length V may hold anything, and 0 * NaN is NaN.
+    if (tile.seqlen_k < min(params_.seqlen_k, (block + 1) * kBlockN)) {
+      wait_for_v();
+      zero_v(tile.seqlen_k - block * kBlockN);
+    }
+    softmax_block();
+    convert(scores, p);
+
+    if (block > blocks.begin) wait_for_k(ring_);
+    while (--block >= blocks.begin) {
+      take_turn();
+      multiply_qk();
+      if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
+      wait_for_v();
+      multiply_pv();
+      pass_turn();
+      warpgroup_wait<1>();
+      fence_registers(scores);
+      release(smem_.k_empty, ring_.stage);
+      softmax_block();
+      // The assembler would move the wait for P V ahead of the exponentials, which are to run under
+      // it; it does not move it across the loop that waits for the next K.
+      fence_registers(scores);
+      Ring next = ring_;
+      next.advance();
+      if (block > blocks.begin) wait_for_k(next);
+      warpgroup_wait<0>();
+      fence_registers(o);
+      release(smem_.v_empty, v_position().stage);
+      ring_ = next;
+      convert(scores, p);
+      if constexpr (!Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
+    }
+
+    if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.q_empty);
+    if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
+    wait_for_v();
+    multiply_pv();
+    warpgroup_wait<0>();
+    fence_registers(o);
+    release(smem_.v_empty, v_position().stage);
+  }
+
+ private:
+  __device__ void take_turn() const {
+    if constexpr (Traits::kTakeTurns) {
+      NamedBarrier::sync(2 * kWarpgroupSize, Traits::kTurn + opaque(warpgroup_));
+    }
+  }
+
+  __device__ void pass_turn() const {
+    if constexpr (Traits::kTakeTurns) {
+      const int warpgroup = opaque(warpgroup_);
+      const int next = warpgroup == Traits::kWarpgroups - 1 ? 0 : warpgroup + 1;
+      NamedBarrier::arrive(2 * kWarpgroupSize, Traits::kTurn + next);
+    }
+  }
+
+  // One lane per warp: what the warp's wgmma read is free.
+  __device__ void release(uint64_t* empty, int stage) const {
+    if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&empty[stage]);
+  }
+
+  __device__ void wait_for_k(const Ring& position) const {
+    FullBarrier::wait(&smem_.k_full[position.stage], position.phase);
+  }
+
+  // V of the block whose P is there: one behind K.
+  __device__ Ring v_position() const { return ring_.previous(); }
+
+  __device__ void transform_scores(float (&scores)[kCountS]) const {
+    if (params_.transform == ScoreTransform::none) return;
+    if (params_.transform == ScoreTransform::multiply) {
+#pragma unroll
+      for (int i = 0; i < kCountS; ++i) scores[i] *= params_.factor;
+    } else {
+      // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
+      const float factor = 2.f * kLog2E * params_.factor;
+#pragma unroll
+      for (int i = 0; i < kCountS; ++i) {
+        scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
+      }
+    }
+  }
+
+  static __device__ void convert(const float (&scores)[kCountS], uint32_t (&p)[kCountS / 2]) {
+#pragma unroll
+    for (int i = 0; i < kCountS / 2; ++i) {
+      p[i] = pack<kConfig.dtype>(scores[2 * i], scores[2 * i + 1]);
+    }
+  }
+
+  // Skipped where no row of the warp has a new maximum, which is most of the time in long sequences
+  // (D 64, 16k keys: 6 % of the kernel's time).
+  static __device__ void rescale_o(float (&o)[kCountO], const float (&factor)[2]) {
+    if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
+#pragma unroll
+    for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // Zeroes keys `begin` ... of the current stage of V. Every warpgroup does it for itself, so that
+  // none waits for another; all write the same zeros.
+  __device__ void zero_v(int begin) const {
+    constexpr int kRowBytes = Traits::kPanelColumnsV * 2;
+    constexpr int kPanelBytes = kBlockN * kRowBytes;
+    constexpr int kPanels = Traits::kHeadDimV / Traits::kPanelColumnsV;
+    char* const stage = reinterpret_cast<char*>(smem_.v[v_position().stage]);
+    // The swizzle stays within a row.
+    for (int panel = 0; panel < kPanelBytes * kPanels; panel += kPanelBytes) {
+#pragma unroll 1
+      for (int byte = begin * kRowBytes + thread_ % kWarpgroupSize * 16; byte < kPanelBytes;
+           byte += kWarpgroupSize * 16) {
+        *reinterpret_cast<uint4*>(stage + panel + byte) = uint4{0, 0, 0, 0};
+      }
+    }
+    cutlass::arch::fence_view_async_shared();
+    NamedBarrier::sync(kWarpgroupSize, Traits::kWarpgroupBarrier + warpgroup_);
+  }
+
+  const ForwardParams& params_;
+  Smem& smem_;
+  const int thread_;
+  const int warpgroup_;
+  Ring ring_;  // the block of K to be multiplied next
+};
+
+}  // namespace fa

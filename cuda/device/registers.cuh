@@ -1,0 +1,17 @@
+// Hints to the compiler about where a value lives.
+#pragma once
+
+namespace fa {
+
+// The value, with its origin hidden: what is derived from it is computed where it is needed, and
+// not far ahead, to be kept in a register or spilled until then.
+__device__ inline int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The value, equal in all lanes, made known to be so: it and what follows from it take uniform
+// registers, and wgmma's descriptors need not be moved there one by one between the instructions.
+__device__ inline int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+}  // namespace fa

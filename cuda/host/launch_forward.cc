@@ -1,0 +1,95 @@
+#include <cfloat>
+#include <cmath>
+
+#include "host/launch_support.h"
+#include "host/registry.h"
+#include "index_maps.h"
+
+namespace fa {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+
+// The softmax takes its maximum over scores and scales by a positive number afterwards: a negative
+// or vanishing scale moves into the score.
+void set_scale(ForwardParams& params, float softmax_scale, float softcap) {
+  if (softcap > 0.f) {
+    params.transform = ScoreTransform::softcap;
+    params.factor = softmax_scale / softcap;
+    params.logit_unit = softcap;
+  } else if (softmax_scale >= FLT_MIN) {
+    params.transform = ScoreTransform::none;
+    params.factor = 1.f;
+    params.logit_unit = softmax_scale;
+  } else {
+    params.transform = ScoreTransform::multiply;
+    params.factor = softmax_scale;
+    params.logit_unit = 1.f;
+  }
+  params.logit_unit_log2 = params.logit_unit * kLog2E;
+}
+
+}  // namespace
+
+void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
+  const ForwardProblem& problem = arguments.problem;
+  const ForwardPlan plan = plan_forward(problem, check_device());
+  if (plan.grid == 0) return;
+  const void* const symbol = symbol_of(forward_kernels(), plan.kernel);
+  const ForwardConfig& config = plan.config;
+  const int64_t group = problem.qhead_per_khead;
+
+  ForwardParams params = {};
+  // Without a key no tile reads anything, and an empty buffer has no descriptor.
+  if (problem.seqlen_k > 0) {
+    const CUtensorMapDataType type = tensor_map_type(problem.dtype);
+    constexpr int kBytes = 2;
+    const int64_t q_query_stride = problem.heads_kv * group * problem.head_dim;
+    const int panel = output_panel_columns(config.head_dim);
+    const int box_group = plan.pack_gqa ? static_cast<int>(group) : 1;
+    params.q_tensor_map = tensor_map<5>(
+        plan.kernel, type, kBytes, arguments.q,
+        {problem.head_dim, group, problem.seqlen_q, problem.heads_kv, arguments.batches[kQ]},
+        {problem.head_dim, q_query_stride, group * problem.head_dim,
+         problem.seqlen_q * q_query_stride},
+        {panel, box_group, config.block_m / box_group, 1, 1}, kBytes * panel);
+    const auto keys_map = [&](const void* base, int64_t head_dim, int64_t batches,
+                              int tile_columns) {
+      const int64_t key_stride = problem.heads_kv * head_dim;
+      const int columns = output_panel_columns(tile_columns);
+      return tensor_map<4>(plan.kernel, type, kBytes, base,
+                           {head_dim, problem.seqlen_k, problem.heads_kv, batches},
+                           {key_stride, head_dim, problem.seqlen_k * key_stride},
+                           {columns, config.block_n, 1, 1}, kBytes * columns);
+    };
+    params.k_tensor_map =
+        keys_map(arguments.k, problem.head_dim, arguments.batches[kK], config.head_dim);
+    params.v_tensor_map =
+        keys_map(arguments.v, problem.head_dim_v, arguments.batches[kV], config.head_dim_v);
+  }
+  params.output = output_params(
+      plan.kernel, {problem.dtype, arguments.o, arguments.lse, problem.batch, problem.seqlen_q,
+                    problem.heads_kv * group, problem.head_dim_v, plan.pack_gqa ? group : 1,
+                    plan.tma_store, config.head_dim_v, config.block_m});
+  params.batch_map = arguments.batch_map;
+  params.seqused_q = arguments.seqused_q;
+  params.seqused_k = arguments.seqused_k;
+  params.order = plan.order;
+  params.num_tiles = static_cast<int>(plan.num_tiles);
+  params.heads = static_cast<int>(problem.heads_kv * (plan.pack_gqa ? 1 : group));
+  params.qhead_per_khead = static_cast<int>(group);
+  params.seqlen_q = static_cast<int>(problem.seqlen_q);
+  params.seqlen_k = static_cast<int>(problem.seqlen_k);
+  params.window_left = plan.window_left;
+  params.window_right = plan.window_right;
+  params.top_left = problem.top_left;
+  set_scale(params, problem.softmax_scale, problem.softcap);
+  if (plan.dynamic) {
+    params.tile_counter = arguments.tile_counter;
+    check(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream),
+          "resetting the tile counter");
+  }
+  launch(plan, symbol, params, stream);
+}
+
+}  // namespace fa

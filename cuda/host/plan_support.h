@@ -1,0 +1,27 @@
+// What the plan functions share.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+namespace fa {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+inline constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+
+inline void require(bool condition, const char* argument, int64_t value, const char* allowed) {
+  if (!condition) {
+    throw std::invalid_argument(std::string(argument) + " = " + std::to_string(value) +
+                                ", allowed: " + allowed);
+  }
+}
+
+inline void check_head_dim(const char* argument, int64_t head_dim) {
+  require(head_dim >= 8 && head_dim <= 256 && head_dim % 8 == 0, argument, head_dim,
+          "multiples of 8 from 8 to 256");
+}
+
+}  // namespace fa
