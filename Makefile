@@ -9,6 +9,7 @@
 #   PYTEST_ARGS  arguments for pytest
 
 SHELL := bash
+comma := ,
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .PHONY: demo test format clean tools
@@ -60,7 +61,6 @@ format:
 clean:
 	rm -rf build .venv-build-* .venv-demo-* .venv-test-*
 
-comma := ,
 CXX_FILES := find cuda tests \( -name '*.h' -o -name '*.cuh' -o -name '*.cc' \) -print0
 
 # Builds the wheel and installs it with the extras into the virtual environment $(1).

@@ -27,8 +27,7 @@ inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kRowsPerWarpgroup = 64;
 
-// ---- Epilogue
-// ------------------------------------------------------------------------------------
+// ---- Epilogue ------------------------------------------------------------------------------------
 
 struct EpilogueConfig {
   DataType out_dtype;
@@ -39,17 +38,16 @@ struct EpilogueConfig {
   bool operator==(const EpilogueConfig&) const = default;
 };
 
-// The accumulator, and per row what RowStatistics and LSE need; then the barrier.
+// The accumulator, each row's scale and lse, the barrier.
 constexpr int epilogue_smem_bytes(const EpilogueConfig& config) {
-  return config.block_m * (acc_pitch_bytes(config.head_dim) + 12) + 8;
+  return config.block_m * (acc_pitch_bytes(config.head_dim) + 8) + 8;
 }
 
 constexpr int epilogue_num_threads(const EpilogueConfig& config) {
   return config.block_m / kRowsPerWarpgroup * kWarpgroupSize;
 }
 
-// ---- Combine
-// -------------------------------------------------------------------------------------
+// ---- Combine -------------------------------------------------------------------------------------
 
 struct CombineConfig {
   DataType out_dtype;

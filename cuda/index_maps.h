@@ -68,7 +68,7 @@ FA_HOST_DEVICE constexpr int find_sequence(const Offset& offset, int num_sequenc
   int low = 0;
   int high = num_sequences + 1;
   while (low < high) {
-    const int middle = (low + high) / 2;
+    const int middle = low + (high - low) / 2;
     if (offset(middle) <= token) {
       low = middle + 1;
     } else {

@@ -63,7 +63,8 @@ def epilogue(
       qhead_per_khead: G, query heads packed into the rows of one head of acc.
       cu_seqlens: int32 or int64 ``(B+1,)``, where each sequence starts in the packed result, in
         tokens. acc holds each sequence's rows from 0 on, so that M is G times the longest sequence.
-        Traced values that decrease or reach past `total_q` are clamped.
+        Traced values that decrease or reach past `total_q` never lead outside the arrays; which of
+        the rows a token then gets is not specified.
       seqused: int32 or int64 ``(B,)``, tokens of each sequence that are used; later rows are empty.
       total_q: static number of tokens of the packed result, given exactly with `cu_seqlens`.
       fp8_permuted_columns: acc's columns have the order in which an fp8 main loop leaves them; in
@@ -422,7 +423,7 @@ def _epilogue_plan(facts: problem.EpilogueProblem) -> dict[str, Any]:
         fp8_permuted_columns=facts.fp8_permuted_columns,
         has_seqused=facts.has_seqused,
         **_sizes(
-            batch=1 if varlen else facts.batch,
+            batch=(1 if varlen else facts.batch) * (facts.num_splits or 1),
             heads_kv=facts.heads,
             sequences=facts.batch if varlen else 1,
             rows=facts.rows,

@@ -19,6 +19,7 @@ CUDA, the reference elsewhere) or "cuda" (the kernel on CUDA, an error elsewhere
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_fa_epilogue import native, reference
+from jax_fa_epilogue import _native, native, reference
 from jax_fa_epilogue.varying import match_varying
 
 
@@ -297,8 +298,27 @@ def _custom_call(
     )
 
 
+def _too_many_batch_axes(ctx: Any, name: str, implementation: str, num_batch_dims: int) -> bool:
+    """Whether the kernel cannot walk the leading axes; neighbours that broadcast alike are one."""
+    patterns = [
+        tuple(_is_one(aval.shape[axis]) for aval in ctx.avals_in) for axis in range(num_batch_dims)
+    ]
+    # The last axis is counted on its own: in combine_p the splits lie between it and the others.
+    changes = sum(a != b for a, b in itertools.pairwise(patterns[:-1]))
+    if changes + 2 <= _native.max_batch_axes:
+        return False
+    if implementation == "cuda":
+        raise NotImplementedError(
+            f"jax_fa_epilogue.{name}: implementation='cuda' has no kernel for more than "
+            f"{_native.max_batch_axes} nested vmaps that map different operands"
+        )
+    return True
+
+
 def _lower_epilogue_cuda(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
-    if implementation == "xla":
+    if implementation == "xla" or _too_many_batch_axes(
+        ctx, "epilogue", implementation, params["num_batch_dims"]
+    ):
         return _lower_reference(_epilogue_reference, ctx, *operands, **params)
     flags = ("normalised", "has_cu_seqlens", "has_seqused", "fp8_permuted_columns")
     forms = [
@@ -319,7 +339,9 @@ def _lower_epilogue_cuda(ctx: Any, *operands: Any, implementation: str, **params
 
 
 def _lower_combine_cuda(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
-    if implementation == "xla":
+    if implementation == "xla" or _too_many_batch_axes(
+        ctx, "combine", implementation, params["num_batch_dims"]
+    ):
         return _lower_reference(_combine_reference, ctx, *operands, **params)
     forms = (*_COMBINE_OPERANDS, *_COMBINE_RESULTS)
     return _custom_call(ctx, operands, native.COMBINE_TARGET, forms, params["num_batch_dims"], {})

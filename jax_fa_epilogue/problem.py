@@ -162,6 +162,8 @@ def epilogue(
         if total_q is None:
             raise ValueError("total_q=None with cu_seqlens; the packed result needs a static size")
         total_q = _static_size("total_q", total_q)
+        if isinstance(total_q, int) and total_q > np.iinfo(np.int32).max:
+            raise ValueError(f"total_q={total_q}; allowed are 0 to {np.iinfo(np.int32).max}")
         _check_offsets(
             ("cu_seqlens", cu_seqlens),
             ("seqused", seqused),
@@ -292,8 +294,8 @@ def flash_attention_varlen(
         )
     return AttentionProblem(
         batch=batch,
-        seqlen_q=max_seqlen_q,
-        seqlen_k=max_seqlen_k,
+        seqlen_q=_smaller(max_seqlen_q, total_q),
+        seqlen_k=_smaller(max_seqlen_k, total_k),
         total_q=total_q,
         total_k=total_k,
         has_seqused_q=seqused_q is not None,
@@ -485,10 +487,15 @@ def _static_size(name: str, value: Any) -> Any:
     return value if jax.export.is_symbolic_dim(value) else _static_int(name, value, 0)
 
 
+def _smaller(bound: Any, size: Any) -> Any:
+    """A bound on lengths, no larger than the buffer where both are plain integers."""
+    return min(bound, size) if isinstance(bound, int) and isinstance(size, int) else bound
+
+
 def _static_float(name: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} is {type(value).__name__}; expected a static float")
-    if not abs(float(value)) <= float(np.finfo(np.float32).max):
+    if not abs(value) <= float(np.finfo(np.float32).max):
         raise ValueError(f"{name}={value}; allowed are finite float32 numbers")
     return float(value)
 
@@ -499,8 +506,10 @@ def _softmax_scale(name: str, value: Any, head_dim: int) -> float:
 
 def _softcap(value: Any) -> float:
     softcap = _static_float("softcap", value)
-    if softcap < 0:
-        raise ValueError(f"softcap={softcap}; allowed are 0 (none) and positive numbers")
+    if softcap != 0 and softcap < float(np.finfo(np.float32).tiny):
+        raise ValueError(
+            f"softcap={softcap}; allowed are 0 (none) and positive normal float32 numbers"
+        )
     return softcap
 
 

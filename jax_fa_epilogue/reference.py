@@ -208,12 +208,12 @@ def combine(out_partial: Any, lse_partial: Any, *, out_dtype: Any = None) -> Any
 
 def merge_splits(out: jax.Array, lse: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:
     """Merge `axis` (>= 0) of out (..., Dv) and lse (...), which agree otherwise; in float32."""
-    absent = lse == -jnp.inf
-    out = jnp.where(absent[..., None], 0.0, out.astype(jnp.float32))
     # lse does not depend on the maximum that is subtracted, so it needs no gradient.
     maximum = lax.stop_gradient(lse.max(axis=axis, keepdims=True))
     maximum = jnp.where(maximum == -jnp.inf, 0.0, maximum)
     weights = jnp.exp(lse - maximum)
+    # A split of weight 0 counts nothing, even where its out is NaN.
+    out = jnp.where((weights == 0)[..., None], 0.0, out.astype(jnp.float32))
     total = weights.sum(axis=axis)
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
@@ -267,14 +267,26 @@ def _epilogue(
     cu_seqlens: Any,
     seqused: Any,
 ) -> tuple[jax.Array, jax.Array]:
+    group = facts.qhead_per_khead
+    seqlen = facts.rows if group == 1 else facts.rows // group
+    packed = facts.has_cu_seqlens and 0 not in (facts.batch, seqlen)
+    # Rows that see no key or are in no sequence are replaced before the arithmetic: their gradients
+    # would be NaN otherwise.
+    empty = jnp.zeros((), bool)
+    if packed:
+        starts, lengths = _packed_rows(cu_seqlens, seqused, facts.total_q, seqlen)
+        empty = jnp.arange(facts.rows) // group >= lengths[:, None, None]
+    elif facts.has_seqused and not facts.has_cu_seqlens:
+        empty = jnp.arange(facts.rows) // group >= jnp.asarray(seqused)[:, None, None]
     if facts.normalised:
-        empty = lse == -jnp.inf
+        empty |= lse == -jnp.inf
         row_sum = jnp.ones((), jnp.float32)
     else:
         unknown = jnp.isnan(row_max) | jnp.isnan(row_sum)
-        empty = ~unknown & ((row_sum == 0) | (row_max == -jnp.inf))
+        empty |= ~unknown & ((row_sum == 0) | (row_max == -jnp.inf))
         row_sum = jnp.where(empty, 1.0, row_sum)
         lse = row_max + jnp.log(row_sum)
+    lse = jnp.where(empty, 0.0, lse)
     out = jnp.where(empty[..., None], 0.0, acc) / row_sum[..., None]
     out = jnp.where(jnp.isnan(lse)[..., None], jnp.nan, out).astype(facts.out_dtype)
     lse = jnp.where(empty, -jnp.inf, lse)
@@ -283,8 +295,6 @@ def _epilogue(
         out = jnp.swapaxes(columns, -1, -2).reshape(out.shape)
 
     # Rows of acc run over (query, group); heads of the result over (head_kv, group).
-    group = facts.qhead_per_khead
-    seqlen = facts.rows if group == 1 else facts.rows // group
     heads = facts.heads * group
     leading = acc.shape[:-4]  # the split axis or none
     out = out.reshape(*out.shape[:-2], seqlen, group, facts.head_dim)
@@ -292,18 +302,13 @@ def _epilogue(
     lse = jnp.moveaxis(lse.reshape(*lse.shape[:-1], seqlen, group), -3, -2)  # ([N,] B, Sq, H, G)
 
     if not facts.has_cu_seqlens:
-        if facts.has_seqused:
-            used = jnp.clip(jnp.asarray(seqused), 0, seqlen)
-            inside = jnp.arange(seqlen, dtype=used.dtype) < used[:, None]
-            out, lse = _zero_outside(inside, out, lse)
         out = out.reshape(*leading, facts.batch, seqlen, heads, facts.head_dim)
         lse = jnp.moveaxis(lse, -3, -1).reshape(*leading, facts.batch, heads, seqlen)
         return out, lse
 
-    if 0 in (facts.batch, seqlen):
+    if not packed:
         out = jnp.zeros((*leading, facts.total_q, heads, facts.head_dim), out.dtype)
         return out, jnp.full((*leading, heads, facts.total_q), -jnp.inf, jnp.float32)
-    starts, lengths = _packed_rows(cu_seqlens, seqused, facts.total_q, seqlen)
     sequence, row, inside = tiled.locate_rows(starts, lengths, facts.total_q)
     source = (*(slice(None) for _ in leading), sequence, jnp.where(inside, row, 0))
     out, lse = _zero_outside(inside, out[source], lse[source])  # ([N,] total_q, H, G[, Dv])

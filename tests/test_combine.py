@@ -89,6 +89,15 @@ def test_very_different_splits():
     np.testing.assert_array_equal(np.asarray(lse), np.float32(1e5))
 
 
+def test_splits_of_weight_0_may_hold_anything():
+    """Also where the weight is 0 only because it underflows."""
+    out_partial = np.ones((2, 1, 3, 1, 64), np.float32)
+    out_partial[1] = np.nan
+    lse_partial = np.array([0, -200], np.float32)[:, None, None, None] + np.zeros((2, 1, 1, 3))
+    out, _ = call(out_partial, lse_partial.astype(np.float32))
+    np.testing.assert_array_equal(np.asarray(out), 1)
+
+
 def test_nan_lse_gives_nan():
     out_partial = np.ones((2, 1, 5, 1, 64), np.float32)
     lse_partial = np.zeros((2, 1, 1, 5), np.float32)

@@ -189,13 +189,43 @@ def test_nan_statistics_give_nan(normalised, dtype):
         keywords = {k: np.ones((1, 1, 8), np.float32) for k in ("row_max", "row_sum")}
         keywords["row_max"][0, 0, 3] = np.nan
         keywords["row_sum"][0, 0, 5] = np.nan
-        broken = [3, 5]
+        # NaN beside what alone were an empty row; and an empty row whose sum overflowed.
+        keywords["row_max"][0, 0, 6], keywords["row_sum"][0, 0, 6] = np.nan, 0
+        keywords["row_max"][0, 0, 7], keywords["row_sum"][0, 0, 7] = -np.inf, np.nan
+        keywords["row_max"][0, 0, 1], keywords["row_sum"][0, 0, 1] = -np.inf, np.inf
+        broken = [3, 5, 6, 7]
     out, lse = call(case, acc, keywords)
     is_broken = np.isin(np.arange(8), broken)
     np.testing.assert_array_equal(np.isnan(np.asarray(lse))[0, 0], is_broken)
     np.testing.assert_array_equal(
         np.isnan(np.asarray(out.astype(jnp.float32)))[0, :, 0], np.repeat(is_broken[:, None], 64, 1)
     )
+    if not normalised:
+        assert np.isneginf(np.asarray(lse)[0, 0, 1]) and (out[0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("broken", ["acc", "row_max", "row_sum"])
+def test_rows_outside_have_no_gradient(packed, broken):
+    """Rule 2: whatever rows past a sequence's end hold, all their gradients are 0."""
+    operands = {
+        "acc": np.ones((1, 2, 4, 8), np.float32),
+        "row_max": np.zeros((1, 2, 4), np.float32),
+        "row_sum": np.full((1, 2, 4), 2, np.float32),
+    }
+    operands[broken][0, :, 3] = np.nan
+    descriptor = {"cu_seqlens": jnp.array([0, 3]), "total_q": 5} if packed else {}
+    if not packed:
+        descriptor = {"seqused": jnp.array([3])}
+
+    def loss(operands):
+        out, lse = fa.epilogue(**operands, **descriptor, out_dtype=jnp.float32)
+        return out.sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+    gradient = jax.jit(jax.grad(loss))({k: jnp.asarray(v) for k, v in operands.items()})
+    for value in gradient.values():
+        assert jnp.isfinite(value).all()
+        np.testing.assert_array_equal(np.asarray(value)[0, :, 3], 0)
 
 
 @pytest.mark.parametrize(

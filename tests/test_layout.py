@@ -74,13 +74,12 @@ def test_output_tile_is_a_bijection_without_bank_conflicts(head_dim, block_m):
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_accumulator_stage_rows_do_not_overlap(head_dim):
+def test_accumulator_rows_do_not_overlap(head_dim):
     pitch = maps.acc_offset_bytes(1, 0, head_dim)
     assert pitch >= 4 * head_dim and pitch % 16 == 0, "bulk copies write whole units of 16 bytes"
     for row in range(64):
         for column in range(head_dim):
             assert maps.acc_offset_bytes(row, column, head_dim) == row * pitch + 4 * column
-    assert 64 * pitch % 1024 == 0, "O borrows the stage, and its swizzle repeats every 1024 bytes"
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -99,9 +99,13 @@ def test_what_the_kernels_cannot_count_is_said():
         epilogue(batch=2**24, heads_kv=16, rows=8192)
     with pytest.raises(NotImplementedError, match="31 bits"):
         combine(batch=2**28, heads=16)
+    with pytest.raises(NotImplementedError, match="31 bits"):
+        combine(batch=1, heads=1, seqlen=2**31)
 
 
-def test_fp8_order_needs_whole_groups():
+def test_wrong_problems():
+    with pytest.raises(ValueError, match="qhead_per_khead = 0, allowed: 1 or more"):
+        epilogue(qhead_per_khead=0)
     with pytest.raises(ValueError, match="head_dim = 72, allowed: multiples of 16"):
         epilogue(head_dim=72, fp8_permuted_columns=True)
 
@@ -117,7 +121,7 @@ def test_golden_plans():
         "built": epilogue()["built"],
         "grid": 8192,
         "num_threads": 128,
-        "smem_bytes": 35592,
+        "smem_bytes": 35336,
         "tma_store": True,
     }
     assert combine() == {

@@ -50,6 +50,8 @@ void epilogue(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Result<ffi:
   require(has_cu_seqlens ||
               (problem.sequences == 1 && problem.rows == problem.seqlen * problem.qhead_per_khead),
           "acc: dense rows must be queries times qhead_per_khead");
+  require(problem.qhead_per_khead > 0 && problem.rows % problem.qhead_per_khead == 0,
+          "acc: rows must be a multiple of qhead_per_khead");
   arguments.acc = static_cast<const float*>(acc.untyped_data());
   arguments.o = o->untyped_data();
   arguments.lse = static_cast<float*>(lse->untyped_data());

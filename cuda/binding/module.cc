@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "device/batch_map.h"
 #include "forward_maps.h"
 #include "host/plan.h"
 #include "host/plan_forward.h"
@@ -129,6 +130,7 @@ NB_MODULE(_native, module) {
     return 0;
 #endif
   });
+  module.attr("max_batch_axes") = BatchMap<1>::kMaxAxes;
   module.def("handlers", &handlers);
   module.def("kernels", &kernels);
 
@@ -146,7 +148,7 @@ NB_MODULE(_native, module) {
         problem.rows = rows;
         problem.head_dim = head_dim;
         problem.qhead_per_khead = qhead_per_khead;
-        problem.seqlen = total_q >= 0 ? total_q : rows / qhead_per_khead;
+        problem.seqlen = total_q >= 0 ? total_q : rows / std::max<int64_t>(qhead_per_khead, 1);
         problem.has_cu_seqlens = total_q >= 0;
         problem.has_seqused = has_seqused;
         const EpiloguePlan plan = plan_epilogue(problem);

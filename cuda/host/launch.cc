@@ -23,8 +23,7 @@ void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream) {
   params.cu_seqlens = arguments.cu_seqlens;
   params.seqused = arguments.seqused;
   params.heads_kv = cutlass::FastDivmod(static_cast<int>(problem.heads_kv));
-  params.row_blocks =
-      cutlass::FastDivmod(static_cast<int>(plan.grid / (problem.batch * problem.heads_kv)));
+  params.row_blocks = cutlass::FastDivmod(plan.row_blocks);
   params.sequences = static_cast<int>(problem.sequences);
   params.seqlen_acc = static_cast<int>(problem.rows / problem.qhead_per_khead);
   params.seqlen = static_cast<int>(problem.seqlen);
@@ -47,9 +46,8 @@ void launch_combine(const CombineArguments& arguments, cudaStream_t stream) {
   for (int operand = 0; operand < kNumCombineOperands; ++operand) {
     params.split_stride[operand] = arguments.split_stride[operand];
   }
-  params.num_tasks = static_cast<int>(plan.num_tasks);
-  params.seqlen_blocks = cutlass::FastDivmod(
-      static_cast<int>((problem.seqlen + kCombineRowsPerWarp - 1) / kCombineRowsPerWarp));
+  params.num_tasks = plan.num_tasks;
+  params.seqlen_blocks = cutlass::FastDivmod(plan.seqlen_blocks);
   params.heads = cutlass::FastDivmod(static_cast<int>(problem.heads));
   params.seqlen = static_cast<int>(problem.seqlen);
   params.head_dim = static_cast<int>(problem.head_dim);

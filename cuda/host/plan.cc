@@ -42,9 +42,9 @@ EpiloguePlan plan_epilogue(const EpilogueProblem& problem) {
   plan.built = kernel.symbol != nullptr;
   plan.tma_store = !problem.has_cu_seqlens && !problem.has_seqused &&
                    problem.qhead_per_khead == 1 && size_bytes(problem.out_dtype) == 2;
-  const int64_t row_blocks =
-      ceil_div(problem.seqlen * problem.qhead_per_khead, plan.config.block_m);
-  const int64_t grid = problem.batch * problem.heads_kv * row_blocks;
+  plan.row_blocks =
+      static_cast<int>(ceil_div(problem.seqlen * problem.qhead_per_khead, plan.config.block_m));
+  const int64_t grid = problem.batch * problem.heads_kv * plan.row_blocks;
   if (grid > kInt32Max) throw NotCovered("tiles of the epilogue are counted in 31 bits");
   plan.grid = static_cast<int>(grid);
   plan.num_threads = epilogue_num_threads(plan.config);
@@ -63,8 +63,11 @@ CombinePlan plan_combine(const CombineProblem& problem) {
   plan.config = kernel.config;
   plan.kernel = kernel.name;
   plan.built = kernel.symbol != nullptr;
-  const int64_t num_tasks =
-      problem.batch * problem.heads * ceil_div(problem.seqlen, kCombineRowsPerWarp);
+  for (const int64_t count : {problem.batch, problem.heads, problem.seqlen}) {
+    if (count > kInt32Max) throw NotCovered("batch, heads and queries are counted in 31 bits each");
+  }
+  plan.seqlen_blocks = static_cast<int>(ceil_div(problem.seqlen, kCombineRowsPerWarp));
+  const int64_t num_tasks = problem.batch * problem.heads * plan.seqlen_blocks;
   if (num_tasks > kInt32Max) throw NotCovered("tasks of the combine are counted in 31 bits");
   plan.num_tasks = static_cast<int>(num_tasks);
   plan.grid = static_cast<int>(ceil_div(plan.num_tasks, kCombineWarps));

@@ -24,8 +24,8 @@ struct EpilogueProblem {
   int64_t rows = 0;       // rows of acc per head and sequence
   int64_t head_dim = 0;
   int64_t qhead_per_khead = 1;
-  int64_t seqlen =
-      0;  // queries of the output buffer: total_q when packed, rows / qhead_per_khead when dense
+  // Queries of the output buffer: total_q when packed, rows / qhead_per_khead when dense.
+  int64_t seqlen = 0;
   bool has_cu_seqlens = false;
   bool has_seqused = false;
 };
@@ -35,6 +35,7 @@ struct EpiloguePlan {
   std::string kernel;  // its name in the kernel table
   bool built;
   bool tma_store;  // otherwise the predicated or the direct fp32 path
+  int row_blocks;  // tiles along the rows of the output buffer
   int grid;        // tiles; 0: nothing to do, no launch
   int num_threads;
   int smem_bytes;
@@ -55,7 +56,8 @@ struct CombinePlan {
   CombineConfig config;
   std::string kernel;
   bool built;
-  int num_tasks;  // a task is kCombineRowsPerWarp queries of one head, done by one warp
+  int seqlen_blocks;  // tasks along the queries
+  int num_tasks;      // a task is kCombineRowsPerWarp queries of one head, done by one warp
   int grid;
   int num_threads;
   int smem_bytes;

@@ -7,11 +7,9 @@
 // head_dim).
 //
 //   1  lane l looks at query l % kQueries and every (32 / kQueries)-th split from l / kQueries on:
-//   one pass
-//      over global memory for the maximum, one over shared memory for the weights and their sum
+//      one pass over global memory for the maximum, one over shared memory for weights and sum
 //   2  lanes spread over head_dim, 16 bytes each, so that the warp holds all its rows at once;
-//   while one
-//      split is added up, the loads of the next one are in flight
+//      while one split is added up, the loads of the next one are in flight
 //
 //   smem, per warp   | weight of (split, query), exp(lse - max) | 1 / sum per query |
 //

@@ -63,18 +63,9 @@ struct FinalOutput {
     }
   }
 
-  // A tile without any valid row: O = 0, LSE = -inf, no shared memory touched.
   static __device__ void store_empty(const OutputParams& params, const OutputTile& tile,
                                      int thread) {
-    constexpr int kThreadsPerRow = 8;
-    for (int row = thread / kThreadsPerRow; row < tile.num_rows;
-         row += kNumThreads / kThreadsPerRow) {
-      uint4* const vectors = reinterpret_cast<uint4*>(o_row<uint16_t>(params, tile, row));
-      for (int i = thread % kThreadsPerRow; i < params.head_dim / 8; i += kThreadsPerRow) {
-        vectors[i] = uint4{0, 0, 0, 0};
-      }
-    }
-    if (thread < tile.num_rows) store_lse_row(params, tile, thread, -INFINITY);
+    store_empty_tile<uint16_t, kNumThreads>(params, tile, thread);
   }
 
  private:

@@ -7,9 +7,8 @@
 // it starts slower, and its fixed share of tiles leaves multiprocessors with more bandwidth idle at
 // the end.)
 //
-//   thread r < kBlockM   where row r comes from | bulk copy of the row -> smem | its statistics ->
-//   smem all threads          wait | smem -> wgmma fragment layout, scaled | epilogue, O borrows
-//   acc's memory
+//   thread r < kBlockM   where row r comes from | bulk copy of the row -> smem | statistics -> smem
+//   all threads          wait | smem -> wgmma fragment layout, scaled | epilogue, O borrows acc's memory
 //
 // Rows are located one by one, so that packed sequences of any lengths share tiles and nothing but
 // the rows that exist is read. A row in no sequence, or past the used part of one, is written as
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
   constexpr int kBlockM = Traits::kBlockM;
   constexpr int kHeadDim = Traits::kHeadDim;
-  static_assert(sizeof(Smem) <= epilogue_smem_bytes(kConfig));
+  static_assert(sizeof(Smem) == epilogue_smem_bytes(kConfig));
   extern __shared__ __align__(1024) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int thread = threadIdx.x;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
     if (params.output.tma_store) cute::prefetch_tma_descriptor(&params.output.o_tensor_map);
   }
   const int64_t source = thread < kBlockM ? source_row(params, tile, thread) : -1;
-  __syncthreads();
+  __syncthreads();  // all threads: the barrier is initialised
 
   if (thread < kBlockM) {
     RowStatistics statistics;
@@ -134,6 +133,7 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
     smem.scale[thread] = statistics.scale;
     smem.lse[thread] = statistics.lse;
   }
+  // All threads: scale and lse of every row are in shared memory; is there any row?
   if (!__syncthreads_or(source >= 0)) {
     Output::store_empty(params.output, tile, thread);
     return;

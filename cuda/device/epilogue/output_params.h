@@ -17,9 +17,9 @@ struct OutputParams {
   // Strides in elements.
   int64_t o_batch_stride, o_query_stride, o_head_stride;
   int64_t lse_batch_stride, lse_head_stride;
-  cutlass::FastDivmod
-      qhead_per_khead;  // row r of a packed tile is query r / G of head h * G + r % G
-  int head_dim;         // columns at or past it are never written
+  // G: row r of a packed tile is query r / G of head h * G + r % G.
+  cutlass::FastDivmod qhead_per_khead;
+  int head_dim;  // columns at or past it are never written
   bool tma_store;
 };
 

@@ -53,4 +53,19 @@ __device__ inline void store_lse(const OutputParams& params, const OutputTile& t
   }
 }
 
+// A tile without any key: O = 0, LSE = -inf.
+template <typename Element, int kNumThreads>
+__device__ void store_empty_tile(const OutputParams& params, const OutputTile& tile, int thread) {
+  constexpr int kThreadsPerRow = 8;
+  constexpr int kVector = 16 / sizeof(Element);
+  for (int row = thread / kThreadsPerRow; row < tile.num_rows;
+       row += kNumThreads / kThreadsPerRow) {
+    uint4* const vectors = reinterpret_cast<uint4*>(o_row<Element>(params, tile, row));
+    for (int i = thread % kThreadsPerRow; i < params.head_dim / kVector; i += kThreadsPerRow) {
+      vectors[i] = uint4{0, 0, 0, 0};
+    }
+  }
+  if (thread < tile.num_rows) store_lse_row(params, tile, thread, -INFINITY);
+}
+
 }  // namespace fa

@@ -60,18 +60,9 @@ struct PartialOutput {
     }
   }
 
-  // A tile without any valid row: O = 0, LSE = -inf.
   static __device__ void store_empty(const OutputParams& params, const OutputTile& tile,
                                      int thread) {
-    constexpr int kThreadsPerRow = 8;
-    for (int row = thread / kThreadsPerRow; row < tile.num_rows;
-         row += kNumThreads / kThreadsPerRow) {
-      float4* const vectors = reinterpret_cast<float4*>(o_row<float>(params, tile, row));
-      for (int i = thread % kThreadsPerRow; i < params.head_dim / 4; i += kThreadsPerRow) {
-        vectors[i] = float4{0, 0, 0, 0};
-      }
-    }
-    if (thread < tile.num_rows) store_lse_row(params, tile, thread, -INFINITY);
+    store_empty_tile<float, kNumThreads>(params, tile, thread);
   }
 };
 
