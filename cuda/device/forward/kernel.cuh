@@ -62,7 +62,7 @@ __device__ void forward_consumer(const ForwardParams& params,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = accumulator_coordinate(thread, 2 * half).row;
-      const RowStatistics of_row = softmax.finish(half, params.logit_unit);
+      const RowStatistics of_row = softmax.finish(half, params.logit_unit, params.logit_unit_log2);
       statistics[half] = row < used_rows ? of_row : RowStatistics{};
       lse[half] = statistics[half].lse;
     }

@@ -70,10 +70,9 @@ class ForwardMainloop {
     float rescale[2];
     const KeyBlocks blocks = uniform(tile.blocks);
     int block = blocks.end - 1;
-    const auto softmax_block = [&] {
+    const auto transform_and_mask = [&] {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, thread_);
-      softmax.update(scores, params_.logit_unit_log2, rescale);
     };
     const auto wait_for_v = [&] {
       FullBarrier::wait(&smem_.v_full[v_position().stage], v_position().phase);
@@ -93,11 +92,14 @@ class ForwardMainloop {
       wait_for_v();
       zero_v(tile.seqlen_k - block * kBlockN);
     }
-    softmax_block();
+    transform_and_mask();
+    softmax.maximise(scores, params_.logit_unit_log2, rescale);
+    softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
+    softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
     convert(scores, p);
-
     if (block > blocks.begin) wait_for_k(ring_);
-    while (--block >= blocks.begin) {
+
+    const auto step = [&]<bool kPlain>() {
       take_turn();
       multiply_qk();
       if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
@@ -107,10 +109,13 @@ class ForwardMainloop {
       warpgroup_wait<1>();
       fence_registers(scores);
       release(smem_.k_empty, ring_.stage);
-      softmax_block();
+      if constexpr (!kPlain) transform_and_mask();
+      softmax.maximise(scores, params_.logit_unit_log2, rescale);
+      softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
       // The assembler would move the wait for P V ahead of the exponentials, which are to run under
       // it; it does not move it across the loop that waits for the next K.
       fence_registers(scores);
+      fence_registers(softmax.row_sum);
       Ring next = ring_;
       next.advance();
       if (block > blocks.begin) wait_for_k(next);
@@ -118,8 +123,24 @@ class ForwardMainloop {
       fence_registers(o);
       release(smem_.v_empty, v_position().stage);
       ring_ = next;
+      softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
       convert(scores, p);
       if constexpr (!Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
+    };
+    // Blocks without mask and transform have a loop of their own, with no branch in it.
+    const int plain_end =
+        params_.transform == ScoreTransform::none ? blocks.full_end : blocks.begin;
+    const int plain_begin = max(blocks.full_begin, blocks.begin);
+    --block;
+    while (block >= blocks.begin) {
+      if (block >= plain_begin && block < plain_end) {
+        do {
+          step.template operator()<true>();
+        } while (--block >= plain_begin);
+      } else {
+        step.template operator()<false>();
+        --block;
+      }
     }
 
     if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.q_empty);
@@ -180,10 +201,7 @@ class ForwardMainloop {
     }
   }
 
-  // Skipped where no row of the warp has a new maximum, which is most of the time in long sequences
-  // (D 64, 16k keys: 6 % of the kernel's time).
   static __device__ void rescale_o(float (&o)[kCountO], const float (&factor)[2]) {
-    if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];
   }

@@ -7,9 +7,13 @@
 // m (equal in the four threads of a row) and its own part of the sum l; the parts are added at the
 // end.
 //
-// The rounding of c m' is an error of P that all scores of a row share, and too small to matter as
-// long as |c m'| < 2^8. For larger logits m' is subtracted first, which is exact, so that the top
-// score's P is 1 at any size. A row that has seen no key has m = -inf and subtracts 0.
+// c m' is rounded once per row, and every place that uses it rounds it alike: what is really
+// subtracted differs from c m' by a residual that all weights of a row share, so that it cancels in
+// O and is taken out of LSE at the end. Logits may be of any size. A row that has seen no key has
+// m = -inf and subtracts 0.
+//
+// No branches: the assembler interleaves the maximum of one row with the exponentials of the other,
+// and both with what comes before and after. A branch here cost 10 % of the kernel's time.
 #pragma once
 
 #include <cmath>
@@ -29,12 +33,11 @@ inline constexpr float kLog2E = 1.44269504f;
 struct OnlineSoftmax {
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};
+  float offset[2];
 
-  // Scores -> P in place; returns in `rescale` what O has to be multiplied with.
+  // The new maxima; returns in `rescale` what O has to be multiplied with.
   template <int kCount>
-  __device__ void update(float (&s)[kCount], float logit_unit_log2, float (&rescale)[2]) {
-    float offset[2];
-    float subtract[2];
+  __device__ void maximise(const float (&s)[kCount], float logit_unit_log2, float (&rescale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Two chains, so that the next maximum need not wait for the last.
@@ -48,40 +51,38 @@ struct OnlineSoftmax {
       float largest = fmaxf(even, odd);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      subtract[half] = largest == -INFINITY ? 0.f : largest;
-      rescale[half] = exp2_approx((row_max[half] - subtract[half]) * logit_unit_log2);
+      offset[half] = largest == -INFINITY ? 0.f : __fmul_rn(largest, logit_unit_log2);
+      rescale[half] = exp2_approx(__fmul_rn(row_max[half], logit_unit_log2) - offset[half]);
       row_max[half] = largest;
-      offset[half] = subtract[half] * logit_unit_log2;
-    }
-    constexpr float kExactLimit = 256.f;
-    if (__any_sync(~0u, fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kExactLimit)) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) s[i] -= subtract[i / 2 % 2];
-      offset[0] = offset[1] = 0.f;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float even = row_sum[half] * rescale[half];
-      float odd = 0.f;
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        float& first = s[i + 2 * half];
-        float& second = s[i + 2 * half + 1];
-        first = exp2_approx(fmaf(first, logit_unit_log2, -offset[half]));
-        second = exp2_approx(fmaf(second, logit_unit_log2, -offset[half]));
-        even += first;
-        odd += second;
-      }
-      row_sum[half] = even + odd;
+      row_sum[half] *= rescale[half];
     }
   }
 
+  // Scores of one row -> P in place.
+  template <int kHalf, int kCount>
+  __device__ void exponentiate(float (&s)[kCount], float logit_unit_log2) {
+    float even = row_sum[kHalf];
+    float odd = 0.f;
+#pragma unroll
+    for (int i = 2 * kHalf; i < kCount; i += 4) {
+      s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[kHalf]));
+      s[i + 1] = exp2_approx(fmaf(s[i + 1], logit_unit_log2, -offset[kHalf]));
+      even += s[i];
+      odd += s[i + 1];
+    }
+    row_sum[kHalf] = even + odd;
+  }
+
   // Collective over the four threads of a row: what the epilogue needs to know.
-  __device__ RowStatistics finish(int half, float logit_unit) const {
+  __device__ RowStatistics finish(int half, float logit_unit, float logit_unit_log2) const {
     float sum = row_sum[half];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    return RowStatistics::unnormalised(row_max[half] * logit_unit, sum);
+    const float largest = row_max[half];
+    const float residual = fmaf(largest, logit_unit_log2, -__fmul_rn(largest, logit_unit_log2));
+    RowStatistics statistics = RowStatistics::unnormalised(largest * logit_unit, sum);
+    if (statistics.lse != -INFINITY) statistics.lse -= residual / kLog2E;
+    return statistics;
   }
 };
 
