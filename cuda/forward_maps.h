@@ -3,6 +3,8 @@
 // block.
 #pragma once
 
+#include <cstdint>
+
 #include "index_maps.h"
 
 namespace fa {
@@ -30,6 +32,19 @@ FA_HOST_DEVICE constexpr KeyRange visible_keys(const Window& window, int seqlen_
     range.end = diagonal + window.right + 1;
   }
   return range;
+}
+
+// A thread of a consumer warpgroup holds the columns 8 g and 8 g + 1, g = 0, 1, ..., of a row of S,
+// counted from its first. How many of them, in this order, lie before `column`?
+FA_HOST_DEVICE constexpr int score_elements_before(int column) {
+  if (column <= 0) return 0;
+  const int rest = column % 8;
+  return column / 8 * 2 + (rest < 2 ? rest : 2);
+}
+
+// The lowest `count` bits of a word: none for a negative count, all from 32 on.
+FA_HOST_DEVICE constexpr uint32_t lowest_bits(int count) {
+  return count <= 0 ? 0 : ~uint32_t{0} >> (count < 32 ? 32 - count : 0);
 }
 
 // Key blocks [begin, end) that a tile visits, and among them [full_begin, full_end), where every

@@ -43,7 +43,8 @@ __device__ void forward_consumer(const ForwardParams& params,
     uint32_t q_phase;
     int index = smem.tile.take(q_phase, slot_phase, thread);
     if (index == TileSlot::kNoMore) return;
-    const auto tile = forward_tile<Traits::kBlockM, Traits::kBlockN>(params, index);
+    auto tile = forward_tile<Traits::kBlockM, Traits::kBlockN>(params, index);
+    tile.blocks = uniform(tile.blocks);
     if (tile.blocks.empty()) {
       Output::store_empty(params.output, forward_output_tile<Traits::kBlockM>(params, index),
                           thread);
@@ -62,7 +63,7 @@ __device__ void forward_consumer(const ForwardParams& params,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = accumulator_coordinate(thread, 2 * half).row;
-      const RowStatistics of_row = softmax.finish(half, params.logit_unit, params.logit_unit_log2);
+      const RowStatistics of_row = softmax.finish(half, params.logit_unit);
       statistics[half] = row < used_rows ? of_row : RowStatistics{};
       lse[half] = statistics[half].lse;
     }

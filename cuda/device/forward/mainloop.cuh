@@ -59,73 +59,82 @@ class ForwardMainloop {
                            Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
     const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
                                  Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
-    const auto multiply_qk = [&] {
-      issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(ring_.stage)), scores);
+    const auto multiply_qk = [&](int stage) __attribute__((always_inline)) {
+      issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(stage)), scores);
     };
-    const auto multiply_pv = [&] {
-      issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(v_position().stage)), r_o);
+    const auto multiply_pv = [&](int stage) __attribute__((always_inline)) {
+      issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(stage)), r_o);
+    };
+    const auto wait_for_v = [&](const Ring& position) {
+      FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
     smem_.mask.prepare(params_, tile, thread_);
-    float rescale[2];
-    const KeyBlocks blocks = uniform(tile.blocks);
+    const KeyBlocks blocks = tile.blocks;
     int block = blocks.end - 1;
-    const auto transform_and_mask = [&] {
+    const auto transform_and_mask = [&]() __attribute__((always_inline)) {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, thread_);
     };
-    const auto wait_for_v = [&] {
-      FullBarrier::wait(&smem_.v_full[v_position().stage], v_position().phase);
+    const auto first_row = [&]() __attribute__((always_inline)) {
+      float first_sum = softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
+      softmax.correct(scores, first_sum, params_.logit_unit_log2);
+      softmax.row_sum[0] += first_sum;
+    };
+    const auto second_row = [&]() __attribute__((always_inline)) {
+      softmax.row_sum[1] += softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
     };
 
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
     FullBarrier::wait(&smem_.q_full, q_phase);
     wait_for_k(ring_);
-    multiply_qk();
+    multiply_qk(ring_.stage);
     warpgroup_wait<0>();
     fence_registers(scores);
     release(smem_.k_empty, ring_.stage);
     ring_.advance();
     // Past the length V may hold anything, and 0 * NaN is NaN.
     if (tile.seqlen_k < min(params_.seqlen_k, (block + 1) * kBlockN)) {
-      wait_for_v();
+      wait_for_v(v_position());
       zero_v(tile.seqlen_k - block * kBlockN);
     }
     transform_and_mask();
-    softmax.maximise(scores, params_.logit_unit_log2, rescale);
-    softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
-    softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
+    softmax.maximise(scores, params_.logit_unit_log2);
+    first_row();
+    second_row();
     convert(scores, p);
     if (block > blocks.begin) wait_for_k(ring_);
 
-    const auto step = [&]<bool kPlain>() {
+    // One block: S of it, P V of the block before.
+    const auto step = [&]<bool kPlain>() __attribute__((always_inline)) {
+      const Ring v_position = ring_.previous();
+      Ring next = ring_;
+      next.advance();
       take_turn();
-      multiply_qk();
-      if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
-      wait_for_v();
-      multiply_pv();
+      multiply_qk(ring_.stage);
+      if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
+      wait_for_v(v_position);
+      multiply_pv(v_position.stage);
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
       release(smem_.k_empty, ring_.stage);
       if constexpr (!kPlain) transform_and_mask();
-      softmax.maximise(scores, params_.logit_unit_log2, rescale);
-      softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
+      softmax.maximise(scores, params_.logit_unit_log2);
+      first_row();
       // The assembler would move the wait for P V ahead of the exponentials, which are to run under
       // it; it does not move it across the loop that waits for the next K.
       fence_registers(scores);
-      fence_registers(softmax.row_sum);
-      Ring next = ring_;
-      next.advance();
       if (block > blocks.begin) wait_for_k(next);
       warpgroup_wait<0>();
       fence_registers(o);
-      release(smem_.v_empty, v_position().stage);
+      release(smem_.v_empty, v_position.stage);
       ring_ = next;
-      softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
+      second_row();
       convert(scores, p);
-      if constexpr (!Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
+      if constexpr (!Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
+      --block;
     };
     // Blocks without mask and transform have a loop of their own, with no branch in it.
     const int plain_end =
@@ -136,17 +145,16 @@ class ForwardMainloop {
       if (block >= plain_begin && block < plain_end) {
         do {
           step.template operator()<true>();
-        } while (--block >= plain_begin);
+        } while (block >= plain_begin);
       } else {
         step.template operator()<false>();
-        --block;
       }
     }
 
     if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.q_empty);
-    if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, rescale);
-    wait_for_v();
-    multiply_pv();
+    if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
+    wait_for_v(v_position());
+    multiply_pv(v_position().stage);
     warpgroup_wait<0>();
     fence_registers(o);
     release(smem_.v_empty, v_position().stage);
@@ -176,7 +184,7 @@ class ForwardMainloop {
     FullBarrier::wait(&smem_.k_full[position.stage], position.phase);
   }
 
-  // V of the block whose P is there: one behind K.
+  // V of the block whose P is there: one behind the next K.
   __device__ Ring v_position() const { return ring_.previous(); }
 
   __device__ void transform_scores(float (&scores)[kCountS]) const {
@@ -202,6 +210,9 @@ class ForwardMainloop {
   }
 
   static __device__ void rescale_o(float (&o)[kCountO], const float (&factor)[2]) {
+    // Where it stands between two GEMMs, it is skipped when no row of the warp has a new maximum,
+    // which is most of the time in long sequences.
+    if (Traits::kRescaleBeforeGemm && __all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];
   }

@@ -28,7 +28,8 @@ struct RowMask {
     __syncwarp();
   }
 
-  // s: scores of the key block that begins at key `first_key`.
+  // s: scores of the key block that begins at key `first_key`. A bit per element, so that an
+  // element costs a test and a selection.
   template <int kCount>
   __device__ void apply(float (&s)[kCount], int first_key, int thread) const {
     thread = opaque(thread);
@@ -36,13 +37,16 @@ struct RowMask {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRange range = keys[accumulator_coordinate(thread, 2 * half).row];
-      const int begin = range.begin - origin;
-      const int end = range.end - origin;
+      const int begin = score_elements_before(range.begin - origin);
+      const int end = score_elements_before(range.end - origin);
 #pragma unroll
-      for (int i = 2 * half; i < kCount; i += 4) {
-        const int column = accumulator_coordinate(0, i).column;
-        s[i] = column < begin || column >= end ? -INFINITY : s[i];
-        s[i + 1] = column + 1 < begin || column + 1 >= end ? -INFINITY : s[i + 1];
+      for (int word = 0; word < kCount / 2; word += 32) {
+        const uint32_t visible = lowest_bits(end - word) & ~lowest_bits(begin - word);
+#pragma unroll
+        for (int bit = 0; bit < 32 && word + bit < kCount / 2; ++bit) {
+          float& score = s[(word + bit) / 2 * 4 + 2 * half + bit % 2];
+          score = visible >> bit & 1 ? score : -INFINITY;
+        }
       }
     }
   }

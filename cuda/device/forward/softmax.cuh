@@ -7,13 +7,14 @@
 // m (equal in the four threads of a row) and its own part of the sum l; the parts are added at the
 // end.
 //
-// c m' is rounded once per row, and every place that uses it rounds it alike: what is really
-// subtracted differs from c m' by a residual that all weights of a row share, so that it cancels in
-// O and is taken out of LSE at the end. Logits may be of any size. A row that has seen no key has
-// m = -inf and subtracts 0.
+// The rounding of c m' is an error of P that all scores of a row share, and too small to matter as
+// long as |c m'| < 2^8. For larger logits the top score's P would not be 1, and its own rounding to
+// 16 bits would show where one key has all the weight; `correct` takes the error out. A row that
+// has seen no key has m = -inf and subtracts 0.
 //
-// No branches: the assembler interleaves the maximum of one row with the exponentials of the other,
-// and both with what comes before and after. A branch here cost 10 % of the kernel's time.
+// The two rows are handled one after the other and without branches, so that the assembler
+// interleaves the maximum of one row with the exponentials of the other, and both with what comes
+// before and after: a branch between them cost 7 % of the kernel's time.
 #pragma once
 
 #include <cmath>
@@ -33,11 +34,13 @@ inline constexpr float kLog2E = 1.44269504f;
 struct OnlineSoftmax {
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};
-  float offset[2];
 
-  // The new maxima; returns in `rescale` what O has to be multiplied with.
+  // Of the block at hand.
+  float offset[2];   // c m'
+  float rescale[2];  // what O and the sum so far have to be multiplied with
+
   template <int kCount>
-  __device__ void maximise(const float (&s)[kCount], float logit_unit_log2, float (&rescale)[2]) {
+  __device__ __forceinline__ void maximise(const float (&s)[kCount], float logit_unit_log2) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // Two chains, so that the next maximum need not wait for the last.
@@ -51,17 +54,18 @@ struct OnlineSoftmax {
       float largest = fmaxf(even, odd);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      offset[half] = largest == -INFINITY ? 0.f : __fmul_rn(largest, logit_unit_log2);
-      rescale[half] = exp2_approx(__fmul_rn(row_max[half], logit_unit_log2) - offset[half]);
+      const float subtract = largest == -INFINITY ? 0.f : largest;
+      rescale[half] = exp2_approx((row_max[half] - subtract) * logit_unit_log2);
+      offset[half] = subtract * logit_unit_log2;
       row_max[half] = largest;
       row_sum[half] *= rescale[half];
     }
   }
 
-  // Scores of one row -> P in place.
+  // Scores of one row -> P in place; returns their sum, which is still to be added to row_sum.
   template <int kHalf, int kCount>
-  __device__ void exponentiate(float (&s)[kCount], float logit_unit_log2) {
-    float even = row_sum[kHalf];
+  __device__ __forceinline__ float exponentiate(float (&s)[kCount], float logit_unit_log2) const {
+    float even = 0.f;
     float odd = 0.f;
 #pragma unroll
     for (int i = 2 * kHalf; i < kCount; i += 4) {
@@ -70,19 +74,37 @@ struct OnlineSoftmax {
       even += s[i];
       odd += s[i + 1];
     }
-    row_sum[kHalf] = even + odd;
+    return even + odd;
+  }
+
+  // Between the two rows: for large logits, P of the first row without the error of its offset, and
+  // scores of the second such that it has none.
+  template <int kCount>
+  __device__ __forceinline__ void correct(float (&s)[kCount], float& first_sum, float logit_unit_log2) {
+    constexpr float kExactLimit = 256.f;
+    const bool large = fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kExactLimit;
+    if (__builtin_expect(__any_sync(~0u, large), 0)) {
+      const float subtract[2] = {row_max[0] == -INFINITY ? 0.f : row_max[0],
+                                 row_max[1] == -INFINITY ? 0.f : row_max[1]};
+      const float error = exp2_approx(fmaf(-subtract[0], logit_unit_log2, offset[0]));
+      first_sum *= error;
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        s[i] *= error;
+        s[i + 1] *= error;
+        s[i + 2] -= subtract[1];
+        s[i + 3] -= subtract[1];
+      }
+      offset[1] = 0.f;
+    }
   }
 
   // Collective over the four threads of a row: what the epilogue needs to know.
-  __device__ RowStatistics finish(int half, float logit_unit, float logit_unit_log2) const {
+  __device__ RowStatistics finish(int half, float logit_unit) const {
     float sum = row_sum[half];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const float largest = row_max[half];
-    const float residual = fmaf(largest, logit_unit_log2, -__fmul_rn(largest, logit_unit_log2));
-    RowStatistics statistics = RowStatistics::unnormalised(largest * logit_unit, sum);
-    if (statistics.lse != -INFINITY) statistics.lse -= residual / kLog2E;
-    return statistics;
+    return RowStatistics::unnormalised(row_max[half] * logit_unit, sum);
   }
 };
 
