@@ -76,13 +76,14 @@ class ForwardMainloop {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, thread_);
     };
-    const auto first_row = [&]() __attribute__((always_inline)) {
-      float first_sum = softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
-      softmax.correct(scores, first_sum, params_.logit_unit_log2);
-      softmax.row_sum[0] += first_sum;
+    float first_sum;
+    const auto exponentiate_first = [&]() __attribute__((always_inline)) {
+      first_sum = softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
     };
-    const auto second_row = [&]() __attribute__((always_inline)) {
+    const auto exponentiate_second = [&]() __attribute__((always_inline)) {
+      softmax.row_sum[0] += first_sum;
       softmax.row_sum[1] += softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
+      convert(scores, p);
     };
 
 #pragma unroll
@@ -101,54 +102,65 @@ class ForwardMainloop {
     }
     transform_and_mask();
     softmax.maximise(scores, params_.logit_unit_log2);
-    first_row();
-    second_row();
-    convert(scores, p);
+    exponentiate_first();
+    if (softmax.has_large_logits()) softmax.correct(scores, first_sum, params_.logit_unit_log2);
+    exponentiate_second();
     if (block > blocks.begin) wait_for_k(ring_);
 
-    // One block: S of it, P V of the block before.
-    const auto step = [&]<bool kPlain>() __attribute__((always_inline)) {
-      const Ring v_position = ring_.previous();
-      Ring next = ring_;
-      next.advance();
+    // One block in two halves: S of it and P V of the block before are issued, then P of the block
+    // is made, its second half when P V is complete.
+    const auto first_half = [&]<bool kPlain>() __attribute__((always_inline)) {
+      const Ring v = v_position();
       take_turn();
       multiply_qk(ring_.stage);
       if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
-      wait_for_v(v_position);
-      multiply_pv(v_position.stage);
+      wait_for_v(v);
+      multiply_pv(v.stage);
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
       release(smem_.k_empty, ring_.stage);
       if constexpr (!kPlain) transform_and_mask();
       softmax.maximise(scores, params_.logit_unit_log2);
-      first_row();
+      exponentiate_first();
       // The assembler would move the wait for P V ahead of the exponentials, which are to run under
       // it; it does not move it across the loop that waits for the next K.
       fence_registers(scores);
-      if (block > blocks.begin) wait_for_k(next);
+    };
+    const auto second_half = [&]() __attribute__((always_inline)) {
+      const int v_stage = v_position().stage;
+      ring_.advance();
+      if (block > blocks.begin) wait_for_k(ring_);
       warpgroup_wait<0>();
       fence_registers(o);
-      release(smem_.v_empty, v_position.stage);
-      ring_ = next;
-      second_row();
-      convert(scores, p);
+      release(smem_.v_empty, v_stage);
+      exponentiate_second();
       if constexpr (!Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
       --block;
     };
-    // Blocks without mask and transform have a loop of their own, with no branch in it.
+    // Blocks without mask, transform and large logits have a loop of their own, with nothing in it
+    // to jump over.
     const int plain_end =
         params_.transform == ScoreTransform::none ? blocks.full_end : blocks.begin;
     const int plain_begin = max(blocks.full_begin, blocks.begin);
     --block;
     while (block >= blocks.begin) {
+      bool large = false;
       if (block >= plain_begin && block < plain_end) {
-        do {
-          step.template operator()<true>();
-        } while (block >= plain_begin);
+        while (true) {
+          first_half.template operator()<true>();
+          large = softmax.has_large_logits();
+          if (large) break;
+          second_half();
+          if (block < plain_begin) break;
+        }
+        if (!large) continue;
       } else {
-        step.template operator()<false>();
+        first_half.template operator()<false>();
+        large = softmax.has_large_logits();
       }
+      if (large) softmax.correct(scores, first_sum, params_.logit_unit_log2);
+      second_half();
     }
 
     if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.q_empty);

@@ -8,7 +8,7 @@
 // end.
 //
 // The rounding of c m' is an error of P that all scores of a row share, and too small to matter as
-// long as |c m'| < 2^8. For larger logits the top score's P would not be 1, and its own rounding to
+// long as |c m'| < 2^10. For larger logits the top score's P would not be 1, and its own rounding to
 // 16 bits would show where one key has all the weight; `correct` takes the error out. A row that
 // has seen no key has m = -inf and subtracts 0.
 //
@@ -77,26 +77,32 @@ struct OnlineSoftmax {
     return even + odd;
   }
 
-  // Between the two rows: for large logits, P of the first row without the error of its offset, and
-  // scores of the second such that it has none.
+  // Collective over the warp: whether the weights need `correct`.
+  __device__ bool has_large_logits() const {
+    constexpr float kExactLimit = 1024.f;
+    return __any_sync(~0u, fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kExactLimit);
+  }
+
+  // Between the two rows: takes the offset's error out of P of the first row and of its sum, and
+  // makes scores of the second such that there is none.
   template <int kCount>
-  __device__ __forceinline__ void correct(float (&s)[kCount], float& first_sum, float logit_unit_log2) {
-    constexpr float kExactLimit = 256.f;
-    const bool large = fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kExactLimit;
-    if (__builtin_expect(__any_sync(~0u, large), 0)) {
-      const float subtract[2] = {row_max[0] == -INFINITY ? 0.f : row_max[0],
-                                 row_max[1] == -INFINITY ? 0.f : row_max[1]};
-      const float error = exp2_approx(fmaf(-subtract[0], logit_unit_log2, offset[0]));
-      first_sum *= error;
+  __device__ __forceinline__ void correct(float (&s)[kCount], float& first_sum,
+                                          float logit_unit_log2) {
+    float subtract[2];
 #pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        s[i] *= error;
-        s[i + 1] *= error;
-        s[i + 2] -= subtract[1];
-        s[i + 3] -= subtract[1];
-      }
-      offset[1] = 0.f;
+    for (int half = 0; half < 2; ++half) {
+      subtract[half] = row_max[half] == -INFINITY ? 0.f : row_max[half];
     }
+    const float factor = exp2_approx(fmaf(-subtract[0], logit_unit_log2, offset[0]));
+    first_sum *= factor;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      s[i] *= factor;
+      s[i + 1] *= factor;
+      s[i + 2] -= subtract[1];
+      s[i + 3] -= subtract[1];
+    }
+    offset[1] = 0.f;
   }
 
   // Collective over the four threads of a row: what the epilogue needs to know.
