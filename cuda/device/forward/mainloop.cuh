@@ -107,6 +107,7 @@ class ForwardMainloop {
     exponentiate_second();
     if (block > blocks.begin) wait_for_k(ring_);
 
+    bool large;
     // One block in two halves: S of it and P V of the block before are issued, then P of the block
     // is made, its second half when P V is complete.
     const auto first_half = [&]<bool kPlain>() __attribute__((always_inline)) {
@@ -122,6 +123,7 @@ class ForwardMainloop {
       release(smem_.k_empty, ring_.stage);
       if constexpr (!kPlain) transform_and_mask();
       softmax.maximise(scores, params_.logit_unit_log2);
+      large = softmax.has_large_logits();
       exponentiate_first();
       // The assembler would move the wait for P V ahead of the exponentials, which are to run under
       // it; it does not move it across the loop that waits for the next K.
@@ -145,11 +147,9 @@ class ForwardMainloop {
     const int plain_begin = max(blocks.full_begin, blocks.begin);
     --block;
     while (block >= blocks.begin) {
-      bool large = false;
       if (block >= plain_begin && block < plain_end) {
         while (true) {
           first_half.template operator()<true>();
-          large = softmax.has_large_logits();
           if (large) break;
           second_half();
           if (block < plain_begin) break;
@@ -157,7 +157,6 @@ class ForwardMainloop {
         if (!large) continue;
       } else {
         first_half.template operator()<false>();
-        large = softmax.has_large_logits();
       }
       if (large) softmax.correct(scores, first_sum, params_.logit_unit_log2);
       second_half();

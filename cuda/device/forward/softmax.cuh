@@ -56,7 +56,7 @@ struct OnlineSoftmax {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const float subtract = largest == -INFINITY ? 0.f : largest;
       rescale[half] = exp2_approx((row_max[half] - subtract) * logit_unit_log2);
-      offset[half] = subtract * logit_unit_log2;
+      offset[half] = __fmul_rn(subtract, logit_unit_log2);
       row_max[half] = largest;
       row_sum[half] *= rescale[half];
     }
@@ -93,7 +93,8 @@ struct OnlineSoftmax {
     for (int half = 0; half < 2; ++half) {
       subtract[half] = row_max[half] == -INFINITY ? 0.f : row_max[half];
     }
-    const float factor = exp2_approx(fmaf(-subtract[0], logit_unit_log2, offset[0]));
+    const float rounded = __fmul_rn(subtract[0], logit_unit_log2);
+    const float factor = exp2_approx(fmaf(-subtract[0], logit_unit_log2, rounded));
     first_sum *= factor;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
