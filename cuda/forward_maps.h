@@ -7,8 +7,6 @@
 
 namespace fa {
 
-FA_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 FA_HOST_DEVICE constexpr int clip(int value, int limit) {
   return value < 0 ? 0 : value < limit ? value : limit;
 }
@@ -118,8 +116,8 @@ FA_HOST_DEVICE constexpr TilePosition tile_position(const TileOrder& order, int 
 // sequence, the sequences, and the rows past the last. Together they hold every row exactly once,
 // whatever cu_seqlens says, so that every row is written.
 struct Segment {
-  int query_begin;  // in the buffer
-  int num_queries;  // to be written
+  int query_begin;   // in the buffer
+  int num_queries;   // to be written
   int used_queries;  // of these, the first ones have a result; the others are empty rows
   int key_begin;
   int seqlen_k;

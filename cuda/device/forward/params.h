@@ -30,7 +30,8 @@ enum class ScoreTransform {
 // Dense: one sequence per batch index. Packed: its sequences are found through the schedule, and
 // the buffers' sizes only bound them.
 struct ForwardParams {
-  CUtensorMap q_tensor_map;  // (head_dim, group, query, head_kv, batch), boxes of rows_per_tile rows
+  CUtensorMap
+      q_tensor_map;  // (head_dim, group, query, head_kv, batch), boxes of rows_per_tile rows
   CUtensorMap k_tensor_map;  // (head_dim, key, head_kv, batch), boxes of block_n keys
   CUtensorMap v_tensor_map;
   OutputParams output;
@@ -52,7 +53,7 @@ struct ForwardParams {
   int window_left;
   int window_right;
   bool top_left;
-  uint64_t key_cache_hint;  // of K and V in L2
+  bool keys_read_once;  // by a single tile
   ScoreTransform transform;
   float factor;
   float logit_unit;
@@ -60,8 +61,8 @@ struct ForwardParams {
 
   // Sequence of a batch index of a dense call.
   FA_HOST_DEVICE Segment dense_segment(int batch) const {
-    return {0, seqlen_q, length(seqused_q, kSequsedQ, batch, seqlen_q),
-            0, length(seqused_k, kSequsedK, batch, seqlen_k)};
+    return {0, seqlen_q, length(seqused_q, kSequsedQ, batch, seqlen_q), 0,
+            length(seqused_k, kSequsedK, batch, seqlen_k)};
   }
 
  private:

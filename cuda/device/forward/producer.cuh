@@ -72,8 +72,8 @@ class ForwardProducer {
   __device__ void load_q(const ForwardTile& tile) {
     constexpr int kPanelElements = Traits::kBlockM * Traits::kPanelColumns;
     if (!issues_) return;
-    FullBarrier::arrive_and_expect_tx(&smem_.q_full,
-                                      params_.rows_per_tile * Traits::kHeadDim * sizeof(smem_.q[0]));
+    FullBarrier::arrive_and_expect_tx(
+        &smem_.q_full, params_.rows_per_tile * Traits::kHeadDim * sizeof(smem_.q[0]));
 #pragma unroll
     for (int panel = 0; panel < Traits::kHeadDim / Traits::kPanelColumns; ++panel) {
       cute::SM90_TMA_LOAD_5D::copy(&params_.q_tensor_map, &smem_.q_full,
@@ -91,11 +91,11 @@ class ForwardProducer {
     EmptyBarrier::wait(&empty[ring.stage], ring.phase ^ 1);
     if (!issues_) return;
     FullBarrier::arrive_and_expect_tx(&full[ring.stage], sizeof(stage));
+    const auto hint = params_.keys_read_once ? Hint::EVICT_FIRST : Hint::EVICT_LAST;
 #pragma unroll
     for (int panel = 0; panel < kElements / kPanelElements; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(&tensor_map, &full[ring.stage],
-                                   params_.key_cache_hint, stage + panel * kPanelElements,
-                                   panel * kPanelColumns,
+      cute::SM90_TMA_LOAD_4D::copy(&tensor_map, &full[ring.stage], static_cast<uint64_t>(hint),
+                                   stage + panel * kPanelElements, panel * kPanelColumns,
                                    tile.segment.key_begin + block * Traits::kBlockN, tile.head_kv,
                                    tile.batch[operand]);
     }

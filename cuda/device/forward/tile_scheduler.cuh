@@ -25,8 +25,8 @@ struct alignas(16) ForwardTile {
   KeyBlocks blocks;
   Window window;
   int seqlen_k;
-  int row_begin;  // first row, of packed heads or not, within the sequence
-  int used_rows;  // rows before the end of the sequence; the others of the tile are empty
+  int row_begin;     // first row, of packed heads or not, within the sequence
+  int used_rows;     // rows before the end of the sequence; the others of the tile are empty
   uint32_t q_phase;  // parity of Q's barrier for this tile
   OutputTile output;
   // Coordinates in the tensor maps; that of the first key is segment.key_begin.
@@ -142,7 +142,9 @@ struct TileQueue {
     }
   }
 
-  __device__ void wait_empty(const Ring& slot) { Barrier::wait(&empty[slot.stage], slot.phase ^ 1); }
+  __device__ void wait_empty(const Ring& slot) {
+    Barrier::wait(&empty[slot.stage], slot.phase ^ 1);
+  }
 
   // After wait_empty, and when the tile has been written by all lanes.
   __device__ void put(Ring& slot, bool elected) {
