@@ -70,7 +70,7 @@ class ForwardMainloop {
     };
 
     smem_.mask.prepare(params_, tile, thread_);
-    const KeyBlocks blocks = tile.blocks;
+    const KeyBlocks blocks = uniform(tile.blocks);
     int block = blocks.end - 1;
     const auto transform_and_mask = [&]() __attribute__((always_inline)) {
       transform_scores(scores);
