@@ -34,24 +34,24 @@ namespace fa {
 
 template <ForwardConfig kConfig>
 __device__ void forward_consumer(const ForwardParams& params,
-                                 typename ForwardTraits<kConfig>::Smem& smem, int thread) {
+                                 typename ForwardTraits<kConfig>::Smem& smem) {
   using Traits = ForwardTraits<kConfig>;
   using Output = typename Traits::OutputType;
-  ForwardMainloop<kConfig> mainloop(params, smem, thread);
+  ForwardMainloop<kConfig> mainloop(params, smem);
   TileQueue::Ring slot;
   while (true) {
     const ForwardTile& tile = smem.tiles.get(slot);
     if (tile.none()) return;
     if (tile.blocks.empty()) {
-      Output::store_empty(params.output, tile.output, thread);
-      smem.tiles.release(slot, thread);
+      Output::store_empty(params.output, tile.output, threadIdx.x);
+      smem.tiles.release(slot, threadIdx.x);
       continue;
     }
     float o[Traits::kHeadDimV / 2];
     OnlineSoftmax softmax;
     mainloop.run(tile, tile.q_phase, o, softmax);
     // What the epilogue derives from it would spill if it were kept through the main loop.
-    thread = opaque(thread);
+    const int thread = opaque(threadIdx.x);
     const OutputTile output = tile.output;
     const int used_rows = tile.used_rows;
     smem.tiles.release(slot, thread);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
-    forward_consumer<kConfig>(params, smem, threadIdx.x);
+    forward_consumer<kConfig>(params, smem);
   }
 }
 

@@ -31,10 +31,9 @@ class ForwardMainloop {
   static constexpr int kCountO = Traits::kHeadDimV / 2;
 
  public:
-  __device__ ForwardMainloop(const ForwardParams& params, Smem& smem, int thread)
+  __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
       : params_(params),
         smem_(smem),
-        thread_(thread),
         warpgroup_(cutlass::canonical_warp_group_idx()) {
     if (Traits::kTakeTurns && warpgroup_ == Traits::kWarpgroups - 1) pass_turn();
   }
@@ -69,12 +68,12 @@ class ForwardMainloop {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
-    smem_.mask.prepare(params_, tile, thread_);
+    smem_.mask.prepare(params_, tile, threadIdx.x);
     const KeyBlocks blocks = uniform(tile.blocks);
     int block = blocks.end - 1;
     const auto transform_and_mask = [&]() __attribute__((always_inline)) {
       transform_scores(scores);
-      if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, thread_);
+      if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, threadIdx.x);
     };
     float first_sum;
     const auto exponentiate_first = [&]() __attribute__((always_inline)) {
@@ -162,7 +161,7 @@ class ForwardMainloop {
       second_half();
     }
 
-    if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.q_empty);
+    if (threadIdx.x % kWarpSize == 0) EmptyBarrier::arrive(&smem_.q_empty);
     if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
     wait_for_v(v_position());
     multiply_pv(v_position().stage);
@@ -188,7 +187,7 @@ class ForwardMainloop {
 
   // One lane per warp: what the warp's wgmma read is free.
   __device__ void release(uint64_t* empty, int stage) const {
-    if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&empty[stage]);
+    if (threadIdx.x % kWarpSize == 0) EmptyBarrier::arrive(&empty[stage]);
   }
 
   __device__ void wait_for_k(const Ring& position) const {
@@ -238,7 +237,7 @@ class ForwardMainloop {
     // The swizzle stays within a row.
     for (int panel = 0; panel < kPanelBytes * kPanels; panel += kPanelBytes) {
 #pragma unroll 1
-      for (int byte = begin * kRowBytes + thread_ % kWarpgroupSize * 16; byte < kPanelBytes;
+      for (int byte = begin * kRowBytes + threadIdx.x % kWarpgroupSize * 16; byte < kPanelBytes;
            byte += kWarpgroupSize * 16) {
         *reinterpret_cast<uint4*>(stage + panel + byte) = uint4{0, 0, 0, 0};
       }
@@ -249,7 +248,6 @@ class ForwardMainloop {
 
   const ForwardParams& params_;
   Smem& smem_;
-  const int thread_;
   const int warpgroup_;
   Ring ring_;  // the block of K to be multiplied next
 };
