@@ -38,34 +38,42 @@ __device__ void forward_consumer(const ForwardParams& params,
   using Traits = ForwardTraits<kConfig>;
   using Output = typename Traits::OutputType;
   ForwardMainloop<kConfig> mainloop(params, smem);
-  TileQueue::Ring slot;
+  int count = 0;
   while (true) {
+    TileQueue::Ring slot = TileQueue::Ring::at(count);
     const ForwardTile& tile = smem.tiles.get(slot);
     if (tile.none()) return;
+    ++count;
     if (tile.blocks.empty()) {
       Output::store_empty(params.output, tile.output, threadIdx.x);
       smem.tiles.release(slot, threadIdx.x);
       continue;
     }
     float o[Traits::kHeadDimV / 2];
-    OnlineSoftmax softmax;
-    mainloop.run(tile, tile.q_phase, o, softmax);
-    // What the epilogue derives from it would spill if it were kept through the main loop.
-    const int thread = opaque(threadIdx.x);
-    const OutputTile output = tile.output;
-    const int used_rows = tile.used_rows;
-    smem.tiles.release(slot, thread);
     RowStatistics statistics[2];
+    mainloop.run(tile, tile.q_phase, o, statistics);
+    // What the epilogue derives from these would spill if it were kept through the main loop.
+    const int thread = opaque(threadIdx.x);
+    count = opaque(count);
+    slot = TileQueue::Ring::at(count - 1);
+    const ForwardTile& done = smem.tiles.tiles[slot.stage];
+    const OutputTile output = done.output;
+    const int used_rows = done.used_rows;
+    smem.tiles.release(slot, thread);
     float lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = accumulator_coordinate(thread, 2 * half).row;
-      const RowStatistics of_row = softmax.finish(half, params.logit_unit);
-      statistics[half] = row < used_rows ? of_row : RowStatistics{};
+      if (accumulator_coordinate(thread, 2 * half).row >= used_rows) statistics[half] = {};
       lse[half] = statistics[half].lse;
     }
+    // Only empty rows need more than a multiplication: O of theirs may be NaN.
+    if (__any_sync(~0u, lse[0] == -INFINITY || lse[1] == -INFINITY)) {
 #pragma unroll
-    for (int i = 0; i < Traits::kHeadDimV / 2; ++i) o[i] = statistics[i / 2 % 2].apply(o[i]);
+      for (int i = 0; i < Traits::kHeadDimV / 2; ++i) o[i] = statistics[i / 2 % 2].apply(o[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Traits::kHeadDimV / 2; ++i) o[i] *= statistics[i / 2 % 2].scale;
+    }
     Output::store_o(params.output, output, o, lse, reinterpret_cast<char*>(smem.v),
                     ODone<1>{smem.o_done}, thread);
   }
@@ -81,8 +89,12 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
   extern __shared__ __align__(1024) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
   const int warpgroup = cutlass::canonical_warp_group_idx();
+  const int warp = cutlass::canonical_warp_idx_sync();
+  constexpr int kProducerWarp = Traits::kConsumerWarps;
+  constexpr int kSchedulerWarp = kProducerWarp + 1;
 
-  if (threadIdx.x == 0) {
+  if (warp == kSchedulerWarp) find_first_tile<Traits::kBlockN>(params, smem.tiles);
+  if (threadIdx.x == kProducerWarp * kWarpSize) {
     // Without a key nothing is loaded, and an empty buffer has no descriptor.
     if (params.seqlen_k > 0) {
       cute::prefetch_tma_descriptor(&params.q_tensor_map);
@@ -90,6 +102,8 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
       cute::prefetch_tma_descriptor(&params.v_tensor_map);
     }
     if (params.output.tma_store) cute::prefetch_tma_descriptor(&params.output.o_tensor_map);
+  }
+  if (threadIdx.x == 0) {
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       Barrier::init(&smem.k_full[stage], 1);
       Barrier::init(&smem.v_full[stage], 1);
@@ -106,9 +120,9 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
 
   if (warpgroup == Traits::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
-    if (threadIdx.x / kWarpSize == Traits::kConsumerWarps) {
+    if (warp == kProducerWarp) {
       ForwardProducer<kConfig>(params, smem).run();
-    } else if (threadIdx.x / kWarpSize == Traits::kConsumerWarps + 1) {
+    } else if (warp == kSchedulerWarp) {
       run_tile_scheduler<Traits::kBlockN>(params, smem.tiles);
     }
   } else {

@@ -38,10 +38,11 @@ class ForwardMainloop {
     if (Traits::kTakeTurns && warpgroup_ == Traits::kWarpgroups - 1) pass_turn();
   }
 
-  // O of this thread's fragment, not normalised, and the softmax state that normalises it.
+  // O of this thread's fragment, not normalised, and what normalises its two rows.
   __device__ void run(const ForwardTile& tile, uint32_t q_phase, float (&o)[kCountO],
-                      OnlineSoftmax& softmax) {
+                      RowStatistics (&statistics)[2]) {
     using namespace cute;
+    OnlineSoftmax softmax;
     const auto thread_qk = typename Traits::MmaQKSlice{}.get_slice(0);
     const auto thread_pv = typename Traits::MmaPV{}.get_slice(0);
     const auto s_q =
@@ -69,7 +70,8 @@ class ForwardMainloop {
     };
 
     smem_.mask.prepare(params_, tile, threadIdx.x);
-    const KeyBlocks blocks = uniform(tile.blocks);
+    KeyBlocks blocks = uniform(tile.blocks);
+    blocks.full_begin = max(blocks.full_begin, blocks.begin);
     int block = blocks.end - 1;
     const auto transform_and_mask = [&]() __attribute__((always_inline)) {
       transform_scores(scores);
@@ -141,17 +143,14 @@ class ForwardMainloop {
     };
     // Blocks without mask, transform and large logits have a loop of their own, with nothing in it
     // to jump over.
-    const int plain_end =
-        params_.transform == ScoreTransform::none ? blocks.full_end : blocks.begin;
-    const int plain_begin = max(blocks.full_begin, blocks.begin);
     --block;
     while (block >= blocks.begin) {
-      if (block >= plain_begin && block < plain_end) {
+      if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
         while (true) {
           first_half.template operator()<true>();
           if (large) break;
           second_half();
-          if (block < plain_begin) break;
+          if (block < blocks.full_begin) break;
         }
         if (!large) continue;
       } else {
@@ -165,6 +164,10 @@ class ForwardMainloop {
     if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
     wait_for_v(v_position());
     multiply_pv(v_position().stage);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      statistics[half] = softmax.finish(half, params_.logit_unit);
+    }
     warpgroup_wait<0>();
     fence_registers(o);
     release(smem_.v_empty, v_position().stage);
@@ -197,17 +200,22 @@ class ForwardMainloop {
   // V of the block whose P is there: one behind the next K.
   __device__ Ring v_position() const { return ring_.previous(); }
 
+  // In parts with a branch before each: the assembler would begin all elements at once and spill.
   __device__ void transform_scores(float (&scores)[kCountS]) const {
     if (params_.transform == ScoreTransform::none) return;
-    if (params_.transform == ScoreTransform::multiply) {
+    constexpr int kPart = 16;
 #pragma unroll
-      for (int i = 0; i < kCountS; ++i) scores[i] *= params_.factor;
-    } else {
-      // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
-      const float factor = 2.f * kLog2E * params_.factor;
+    for (int begin = 0; begin < kCountS; begin += kPart) {
+      if (opaque(static_cast<int>(params_.transform)) == static_cast<int>(ScoreTransform::softcap)) {
+        // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
+        const float factor = 2.f * kLog2E * params_.factor;
 #pragma unroll
-      for (int i = 0; i < kCountS; ++i) {
-        scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
+        for (int i = begin; i < min(begin + kPart, kCountS); ++i) {
+          scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
+        }
+      } else {
+#pragma unroll
+        for (int i = begin; i < min(begin + kPart, kCountS); ++i) scores[i] *= params_.factor;
       }
     }
   }

@@ -166,21 +166,29 @@ struct TileQueue {
   }
 };
 
-// The scheduler warp.
+__device__ inline int num_tiles(const ForwardParams& params) {
+  const int* const workspace = params.schedule.workspace;
+  return workspace == nullptr ? params.num_tiles : workspace[Schedule::kNumTiles];
+}
+
+// The CTA's first tile, before there are barriers: a cold start is long enough without waiting for
+// them.
+template <int kBlockN>
+__device__ void find_first_tile(const ForwardParams& params, TileQueue& queue) {
+  const int index = blockIdx.x;
+  if (index < num_tiles(params)) find_tile<kBlockN>(params, index, queue.tiles[0]);
+}
+
+// The scheduler warp, after find_first_tile.
 template <int kBlockN>
 __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue) {
   const bool elected = threadIdx.x % kWarpSize == 0;
-  const auto num_tiles = [&] {
-    const int* const workspace = params.schedule.workspace;
-    return workspace == nullptr ? params.num_tiles : workspace[Schedule::kNumTiles];
-  };
   const int step = static_cast<int>(gridDim.x);
   TileQueue::Ring slot;
   uint32_t q_phase = 0;
   int index = blockIdx.x;
-  while (index < num_tiles()) {
+  while (index < num_tiles(params)) {
     ForwardTile& tile = queue.tiles[slot.stage];
-    find_tile<kBlockN>(params, index, tile);
     tile.q_phase = q_phase;
     if (!tile.blocks.empty()) q_phase ^= 1;
     queue.put(slot, elected);
@@ -192,6 +200,9 @@ __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue
     } else {
       if (elected) index = step + atomicAdd(params.tile_counter, 1);
       index = uniform(index);
+    }
+    if (index < num_tiles(params)) {
+      find_tile<kBlockN>(params, index, queue.tiles[slot.stage]);
     }
   }
   queue.tiles[slot.stage].output.num_rows = 0;
