@@ -92,10 +92,11 @@ struct ForwardConfig {
 // Tiles that a CTA knows at a time: the one it works on and the next.
 inline constexpr int kForwardTileSlots = 2;
 inline constexpr int kForwardTileBytes = 112;
+inline constexpr int kForwardWindowBytes = 8 * kWarpSize + 8;
 
-// Full and empty barriers of K and V per stage, of Q and of the tile slots, and O done.
+// Full and empty barriers of K and V per stage, of Q and of the tile slots; V's tail; O done.
 constexpr int forward_barrier_bytes(const ForwardConfig& config) {
-  return 8 * (4 * config.stages + 2 + 2 * kForwardTileSlots + 1);
+  return 8 * (4 * config.stages + 2 + 2 * kForwardTileSlots + 2);
 }
 
 // First and last key of each row.
@@ -106,7 +107,7 @@ constexpr int forward_smem_bytes(const ForwardConfig& config) {
   const int kv_bytes = config.stages * config.block_n * (config.head_dim + config.head_dim_v) * 2;
   // Rounded up to the alignment of the swizzled tiles, as the struct in shared memory is.
   return (q_bytes + kv_bytes + forward_mask_bytes(config) + forward_barrier_bytes(config) +
-          kForwardTileSlots * kForwardTileBytes + 1023) /
+          kForwardTileSlots * kForwardTileBytes + kForwardWindowBytes + 1023) /
          1024 * 1024;
 }
 
@@ -114,7 +115,7 @@ constexpr int forward_num_warpgroups(const ForwardConfig& config) {
   return config.block_m / kRowsPerWarpgroup;
 }
 
-// The consumer warpgroups and one more for the producer and the scheduler.
+// The consumer warpgroups and one more for the warps that keep them supplied.
 constexpr int forward_num_threads(const ForwardConfig& config) {
   return (forward_num_warpgroups(config) + 1) * kWarpgroupSize;
 }

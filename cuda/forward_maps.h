@@ -157,10 +157,11 @@ struct Schedule {
   enum Header { kTileCounter, kNumTiles, kNumListed, kHeaderSize };
   static constexpr int kSegmentSize = sizeof(Segment) / sizeof(int);
 
-  int* workspace;      // null: a dense call
-  int num_segments;    // of all batch indices
+  int* workspace;
+  int num_segments;    // of all batch indices; 0: a dense call
   int batch_segments;  // of one batch index: its sequences and 2
 
+  FA_HOST_DEVICE bool packed() const { return num_segments > 0; }
   FA_HOST_DEVICE int* tile_ends() const { return workspace + kHeaderSize; }
   FA_HOST_DEVICE int* numbers() const { return tile_ends() + num_segments; }
   FA_HOST_DEVICE Segment* segments() const {
@@ -173,21 +174,16 @@ struct Schedule {
   }
 };
 
-// Position of the first among `count` ascending numbers that is past a key, by a warp: in each step
-// the lanes look at 32 numbers at equal distances. first_lane(low, step, last) gives the first lane
-// whose number, at min(low + (lane + 1) * step - 1, last), is past the key. The last number is.
-template <typename FirstLane>
-FA_HOST_DEVICE constexpr int warp_search(int count, FirstLane first_lane) {
-  int low = 0;
-  int high = count;
-  int step;
-  FA_NO_UNROLL
-  do {
-    step = ceil_div(high - low, 32);
-    low += first_lane(low, step, high - 1) * step;
-    if (low + step < high) high = low + step;
-  } while (step > 1);
-  return low;
+// A warp looks at the list through a window of 32 places, which moves on only, as a CTA's tiles come
+// in ascending order. If the window at `base` ends before a tile, lane l looks at the end of the
+// l-th window after it; of those that end past the tile the first holds it. No lane: further on.
+FA_HOST_DEVICE constexpr int window_probe(int base, int lane, int count) {
+  const int place = base + 32 * (lane + 2) - 1;
+  return place < count ? place : count - 1;
+}
+
+FA_HOST_DEVICE constexpr int next_window(int base, int first_lane) {
+  return base + 32 * (first_lane < 32 ? first_lane + 1 : 32);
 }
 
 }  // namespace fa

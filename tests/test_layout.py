@@ -192,14 +192,17 @@ def test_partial_results_lie_outside_the_innermost_batch_axis(outer, splits, inn
             assert found == expected[batch // inner, split, batch % inner]
 
 
-@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 63, 64, 65, 1000, 1024, 1025, 33000])
-def test_warp_search_finds_the_first_end_past_a_tile(count):
-    rng = np.random.default_rng(count)
-    ends = np.cumsum(rng.integers(1, 4, count))
-    keys = [*rng.integers(0, ends[-1], 200).tolist(), 0, int(ends[-1]) - 1]
-    for key in keys:
-        found = maps.warp_search(ends.tolist(), key)
-        assert ends[found] > key and (found == 0 or ends[found - 1] <= key)
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 64, 65, 1000, 1055, 1056, 1057, 33000])
+@pytest.mark.parametrize("step", [1, 40, 5000])
+def test_window_moves_to_the_segment_of_each_tile(count, step):
+    ends = np.cumsum(np.random.default_rng(count).integers(1, 4, count))
+    base = 0
+    for tile in range(0, int(ends[-1]), step):
+        while ends[min(base + 31, count - 1)] <= tile:
+            probes = [ends[maps.window_probe(base, lane, count)] for lane in range(32)]
+            base = maps.next_window(base, next((i for i in range(32) if probes[i] > tile), 32))
+            assert base < count
+        assert base == 0 or ends[base - 1] <= tile, "the window begins at or before the tile"
 
 
 def test_work_classes_grow_with_the_keys():

@@ -4,8 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
-
 #include "device/batch_map.h"
 #include "forward_maps.h"
 #include "host/plan.h"
@@ -253,14 +251,8 @@ NB_MODULE(_native, module) {
   });
   maps.def("partial_batch", &partial_batch);
   maps.def("work_class", &work_class);
-  // As a warp would: every lane looks at one of the ends.
-  maps.def("warp_search", [](const std::vector<int>& ends, int key) {
-    return warp_search(static_cast<int>(ends.size()), [&](int low, int step, int last) {
-      int lane = 0;
-      while (ends.at(std::min(low + (lane + 1) * step - 1, last)) <= key) ++lane;
-      return lane;
-    });
-  });
+  maps.def("window_probe", &window_probe);
+  maps.def("next_window", &next_window);
   maps.def("fp8_output_column", &fp8_output_column);
   maps.def("swizzle", &swizzle);
   maps.def("output_panel_columns", &output_panel_columns);

@@ -5,7 +5,8 @@ namespace fa {
 
 // The value, with its origin hidden: what is derived from it is computed where it is needed, and
 // not far ahead, to be kept in a register or spilled until then.
-__device__ inline int opaque(int value) {
+template <typename T>
+__device__ T opaque(T value) {
   asm volatile("" : "+r"(value));
   return value;
 }

@@ -2,11 +2,12 @@
 // fp32 inside.
 //
 // Persistent, one CTA per multiprocessor, warp-specialised: 1 ... 3 consumer warpgroups of 64 query
-// rows each, then a warpgroup of which two warps work, producer and scheduler, and whose registers
-// go to the others.
+// rows each, then a warpgroup of which three warps work, producer, scheduler and tail cleaner, and
+// whose registers go to the others.
 //
 //   scheduler  the next tile, and what it consists of           tile_scheduler.cuh, forward_maps.h
 //   producer   TMA: Q per tile, K and V in rings of stages      producer.cuh
+//   cleaner    zeroes V past the end of a sequence              tail_cleaner.cuh
 //   consumers  S = Q K^T, softmax, O += P V on wgmma            mainloop.cuh, mask.cuh, softmax.cuh
 //              O, LSE -> global, O through V's shared memory    device/epilogue/
 //
@@ -17,6 +18,8 @@
 //
 //   k_full[s], v_full[s], q_full     the producer arrives, 1, with the bytes that TMA brings;
 //                                    the consumers wait; the stage (Q) is there
+//   v_tail                           the producer arrives, 1, instead of at v_full of the block in
+//                                    which a sequence ends; the cleaner waits, and arrives at v_full
 //   k_empty[s], v_empty[s], q_empty  one lane of each consumer warp arrives when its wgmma has
 //                                    read; the producer waits; the stage (Q) is free
 //   o_done                           see o_done.cuh; the producer waits before a tile's first V;
@@ -29,6 +32,7 @@
 #include "cutlass/arch/reg_reconfig.h"
 #include "device/forward/mainloop.cuh"
 #include "device/forward/producer.cuh"
+#include "device/forward/tail_cleaner.cuh"
 
 namespace fa {
 
@@ -38,15 +42,13 @@ __device__ void forward_consumer(const ForwardParams& params,
   using Traits = ForwardTraits<kConfig>;
   using Output = typename Traits::OutputType;
   ForwardMainloop<kConfig> mainloop(params, smem);
-  int count = 0;
+  uint32_t tiles = 0;
   while (true) {
-    TileQueue::Ring slot = TileQueue::Ring::at(count);
-    const ForwardTile& tile = smem.tiles.get(slot);
+    const ForwardTile& tile = smem.tiles.get(tiles);
     if (tile.none()) return;
-    ++count;
-    if (tile.blocks.empty()) {
+    if (tile.empty()) {
       Output::store_empty(params.output, tile.output, threadIdx.x);
-      smem.tiles.release(slot, threadIdx.x);
+      smem.tiles.release(tiles);
       continue;
     }
     float o[Traits::kHeadDimV / 2];
@@ -54,12 +56,11 @@ __device__ void forward_consumer(const ForwardParams& params,
     mainloop.run(tile, tile.q_phase, o, statistics);
     // What the epilogue derives from these would spill if it were kept through the main loop.
     const int thread = opaque(threadIdx.x);
-    count = opaque(count);
-    slot = TileQueue::Ring::at(count - 1);
-    const ForwardTile& done = smem.tiles.tiles[slot.stage];
+    tiles = opaque(tiles);
+    const ForwardTile& done = smem.tiles.at(tiles);
     const OutputTile output = done.output;
     const int used_rows = done.used_rows;
-    smem.tiles.release(slot, thread);
+    smem.tiles.release(tiles);
     float lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
   const int warp = cutlass::canonical_warp_idx_sync();
   constexpr int kProducerWarp = Traits::kConsumerWarps;
   constexpr int kSchedulerWarp = kProducerWarp + 1;
+  constexpr int kCleanerWarp = kProducerWarp + 2;
 
   if (warp == kSchedulerWarp) find_first_tile<Traits::kBlockN>(params, smem.tiles);
   if (threadIdx.x == kProducerWarp * kWarpSize) {
@@ -112,7 +114,8 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
     }
     Barrier::init(&smem.q_full, 1);
     Barrier::init(&smem.q_empty, Traits::kConsumerWarps);
-    smem.tiles.initialise(Traits::kConsumerWarps + 1);
+    Barrier::init(&smem.v_tail, 1);
+    smem.tiles.initialise(Traits::kConsumerWarps + 2);
     smem.o_done.init(ODone<1>::arrivals(Traits::OutputType::num_signalling_threads(params.output)));
     cutlass::arch::fence_barrier_init();
   }
@@ -124,6 +127,8 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
       ForwardProducer<kConfig>(params, smem).run();
     } else if (warp == kSchedulerWarp) {
       run_tile_scheduler<Traits::kBlockN>(params, smem.tiles);
+    } else if (warp == kCleanerWarp) {
+      run_tail_cleaner<kConfig>(smem);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

@@ -96,11 +96,6 @@ class ForwardMainloop {
     fence_registers(scores);
     release(smem_.k_empty, ring_.stage);
     ring_.advance();
-    // Past the length V may hold anything, and 0 * NaN is NaN.
-    if (tile.seqlen_k < min(params_.seqlen_k, (block + 1) * kBlockN)) {
-      wait_for_v(v_position());
-      zero_v(tile.seqlen_k - block * kBlockN);
-    }
     transform_and_mask();
     softmax.maximise(scores, params_.logit_unit_log2);
     exponentiate_first();
@@ -233,25 +228,6 @@ class ForwardMainloop {
     if (Traits::kRescaleBeforeGemm && __all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];
-  }
-
-  // Zeroes keys `begin` ... of the current stage of V. Every warpgroup does it for itself, so that
-  // none waits for another; all write the same zeros.
-  __device__ void zero_v(int begin) const {
-    constexpr int kRowBytes = Traits::kPanelColumnsV * 2;
-    constexpr int kPanelBytes = kBlockN * kRowBytes;
-    constexpr int kPanels = Traits::kHeadDimV / Traits::kPanelColumnsV;
-    char* const stage = reinterpret_cast<char*>(smem_.v[v_position().stage]);
-    // The swizzle stays within a row.
-    for (int panel = 0; panel < kPanelBytes * kPanels; panel += kPanelBytes) {
-#pragma unroll 1
-      for (int byte = begin * kRowBytes + threadIdx.x % kWarpgroupSize * 16; byte < kPanelBytes;
-           byte += kWarpgroupSize * 16) {
-        *reinterpret_cast<uint4*>(stage + panel + byte) = uint4{0, 0, 0, 0};
-      }
-    }
-    cutlass::arch::fence_view_async_shared();
-    NamedBarrier::sync(kWarpgroupSize, Traits::kWarpgroupBarrier + warpgroup_);
   }
 
   const ForwardParams& params_;

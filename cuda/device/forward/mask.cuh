@@ -23,8 +23,8 @@ struct RowMask {
     thread = opaque(thread);
     __syncwarp();
     const int row = thread / kWarpSize * 16 + thread % 16;
-    keys[row] = visible_keys(tile.window, tile.seqlen_k,
-                             params.output.qhead_per_khead.div(tile.row_begin + row));
+    keys[row] = visible_keys(tile.window, tile.segment.seqlen_k,
+                             params.output.qhead_per_khead.div(tile.output.row_begin + row));
     __syncwarp();
   }
 

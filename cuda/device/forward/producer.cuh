@@ -31,10 +31,10 @@ class ForwardProducer {
 
   __device__ void run() {
     Ring ring;  // the next block of K; V is one block behind
-    TileQueue::Ring slot;
+    uint32_t tiles = 0;
     uint32_t tile_phase = 0;
     while (true) {
-      const ForwardTile& tile = smem_.tiles.get(slot);
+      const ForwardTile& tile = smem_.tiles.get(tiles);
       if (tile.none()) break;
       const int begin = uniform(tile.blocks.begin);
       const int end = uniform(tile.blocks.end);
@@ -45,7 +45,8 @@ class ForwardProducer {
           const Ring v_ring = ring.previous();
           if (block >= begin) {
             load_block<Traits::kPanelColumns>(params_.k_tensor_map, smem_.k[ring.stage],
-                                              smem_.k_full, smem_.k_empty, ring, tile, block, kK);
+                                              &smem_.k_full[ring.stage], smem_.k_empty, ring, tile,
+                                              block, kK);
             ring.advance();
           }
           if (block == end - 1) {
@@ -53,14 +54,16 @@ class ForwardProducer {
             load_q(tile);
             continue;
           }
-          if (block == end - 2) smem_.o_done.wait(tile_phase ^ 1);
-          load_block<Traits::kPanelColumnsV>(params_.v_tensor_map, smem_.v[v_ring.stage],
-                                             smem_.v_full, smem_.v_empty, v_ring, tile, block + 1,
-                                             kV);
+          const bool last = block == end - 2;
+          if (last) smem_.o_done.wait(tile_phase ^ 1);
+          uint64_t* const full =
+              last && tile.tail_begin > 0 ? &smem_.v_tail : &smem_.v_full[v_ring.stage];
+          load_block<Traits::kPanelColumnsV>(params_.v_tensor_map, smem_.v[v_ring.stage], full,
+                                             smem_.v_empty, v_ring, tile, block + 1, kV);
         }
         tile_phase ^= 1;
       }
-      smem_.tiles.release(slot, threadIdx.x);
+      smem_.tiles.release(tiles);
     }
     // The last tile's O has left shared memory: nothing is on its way to this CTA when it ends.
     smem_.o_done.wait(tile_phase ^ 1);
@@ -90,11 +93,11 @@ class ForwardProducer {
     constexpr int kPanelElements = Traits::kBlockN * kPanelColumns;
     EmptyBarrier::wait(&empty[ring.stage], ring.phase ^ 1);
     if (!issues_) return;
-    FullBarrier::arrive_and_expect_tx(&full[ring.stage], sizeof(stage));
+    FullBarrier::arrive_and_expect_tx(full, sizeof(stage));
     const auto hint = params_.keys_read_once ? Hint::EVICT_FIRST : Hint::EVICT_LAST;
 #pragma unroll
     for (int panel = 0; panel < kElements / kPanelElements; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(&tensor_map, &full[ring.stage], static_cast<uint64_t>(hint),
+      cute::SM90_TMA_LOAD_4D::copy(&tensor_map, full, static_cast<uint64_t>(hint),
                                    stage + panel * kPanelElements, panel * kPanelColumns,
                                    tile.segment.key_begin + block * Traits::kBlockN, tile.head_kv,
                                    tile.batch[operand]);

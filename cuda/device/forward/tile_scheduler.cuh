@@ -17,16 +17,14 @@
 #include "device/epilogue/output_tile.cuh"
 #include "device/forward/params.h"
 #include "device/registers.cuh"
-#include "device/ring_position.cuh"
 
 namespace fa {
 
 struct alignas(16) ForwardTile {
   KeyBlocks blocks;
   Window window;
-  int seqlen_k;
-  int row_begin;     // first row, of packed heads or not, within the sequence
   int used_rows;     // rows before the end of the sequence; the others of the tile are empty
+  int tail_begin;    // first row of the last block whose V has to be zeroed; 0: none
   uint32_t q_phase;  // parity of Q's barrier for this tile
   OutputTile output;
   // Coordinates in the tensor maps; that of the first key is segment.key_begin.
@@ -38,7 +36,8 @@ struct alignas(16) ForwardTile {
   int split;
 
   // What ends the work instead of a tile.
-  __device__ bool none() const { return output.num_rows == 0; }
+  __device__ bool none() const { return uniform(output.num_rows) == 0; }
+  __device__ bool empty() const { return uniform(blocks.end) <= uniform(blocks.begin); }
 };
 static_assert(sizeof(ForwardTile) == kForwardTileBytes);
 
@@ -47,38 +46,60 @@ __device__ inline KeyBlocks uniform(const KeyBlocks& blocks) {
           uniform(blocks.full_end)};
 }
 
-// The segment of a packed call that holds tile `index`, and the tile's number within it. Collective
-// over the warp.
-__device__ inline int find_segment(const Schedule& schedule, int& index) {
-  const int* const ends = schedule.tile_ends();
-  const int lane = threadIdx.x % kWarpSize;
-  const auto first_lane = [&](int low, int step, int last) {
-    return __ffs(__ballot_sync(~0u, ends[min(low + (lane + 1) * step - 1, last)] > index)) - 1;
-  };
-  const int place = warp_search(schedule.workspace[Schedule::kNumListed], first_lane);
-  if (place > 0) index -= ends[place - 1];
-  return schedule.numbers()[place];
-}
+// The list of segments as the scheduler warp looks at it, see next_window. In shared memory, since
+// the warp has few registers.
+struct SegmentWindow {
+  int ends[kWarpSize];     // tiles up to the end of each place
+  int numbers[kWarpSize];  // of the segments
+  int base;                // first place
+  int begin;               // tiles before it
+
+  __device__ void load(const Schedule& schedule, int base_to_load) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int place = min(base_to_load + lane, schedule.workspace[Schedule::kNumListed] - 1);
+    ends[lane] = schedule.tile_ends()[place];
+    numbers[lane] = schedule.numbers()[place];
+    base = base_to_load;
+    begin = base_to_load == 0 ? 0 : schedule.tile_ends()[base_to_load - 1];
+    __syncwarp();
+  }
+
+  // Number of the segment that holds tile `index`, which becomes the tile's number within it.
+  // Collective over the warp; the index never decreases from call to call.
+  __device__ int find(const Schedule& schedule, int& index) {
+    const int lane = opaque(threadIdx.x) % kWarpSize;
+    while (ends[kWarpSize - 1] <= index) {
+      const int place = window_probe(base, lane, schedule.workspace[Schedule::kNumListed]);
+      const unsigned past = __ballot_sync(~0u, schedule.tile_ends()[place] > index);
+      load(schedule, next_window(base, past == 0 ? kWarpSize : __ffs(past) - 1));
+    }
+    const int holder = __ffs(__ballot_sync(~0u, ends[lane] > index)) - 1;
+    index -= holder == 0 ? begin : ends[holder - 1];
+    return numbers[holder];
+  }
+};
+static_assert(sizeof(SegmentWindow) == kForwardWindowBytes);
 
 // Fills in tile `index`, all but its q_phase. Collective over the warp. `tile` is in shared memory
 // and all lanes write the same: the warp has so few registers that what one step finds must go
 // there before the next step begins.
 template <int kBlockN>
-__device__ void find_tile(const ForwardParams& params, int index, ForwardTile& tile) {
+__device__ void find_tile(const ForwardParams& params, SegmentWindow& window, int index,
+                          ForwardTile& tile) {
   const Schedule& schedule = params.schedule;
-  const bool packed = schedule.workspace != nullptr;
+  const bool packed = schedule.packed();
   const int packed_heads = params.output.qhead_per_khead.divisor;
   {
     TileOrder order = params.order;
     if (packed) {
-      const int number = find_segment(schedule, index);
+      const int number = window.find(schedule, index);
       tile.segment = schedule.segments()[number];
       tile.output.batch = number / schedule.batch_segments;
       order.row_blocks = ceil_div(tile.segment.num_queries * packed_heads, params.rows_per_tile);
       __syncwarp();
     }
     const TilePosition position = tile_position(order, index);
-    tile.row_begin = tile.output.row_begin = position.row_block * params.rows_per_tile;
+    tile.output.row_begin = position.row_block * params.rows_per_tile;
     tile.output.head_kv = position.head;
     __syncwarp();
   }
@@ -103,7 +124,7 @@ __device__ void find_tile(const ForwardParams& params, int index, ForwardTile& t
   tile.output.query_begin = tile.segment.query_begin;
   __syncwarp();
   {
-    const int row_begin = tile.row_begin;
+    const int row_begin = tile.output.row_begin;
     const int num_rows =
         min(tile.segment.num_queries * packed_heads - row_begin, params.rows_per_tile);
     const int used_rows = clip(tile.segment.used_queries * packed_heads - row_begin, num_rows);
@@ -112,28 +133,30 @@ __device__ void find_tile(const ForwardParams& params, int index, ForwardTile& t
     const int first = params.output.qhead_per_khead.div(row_begin);
     const int last = params.output.qhead_per_khead.div(row_begin + max(used_rows, 1) - 1);
     tile.query = tile.segment.query_begin + first;
-    tile.seqlen_k = tile.segment.seqlen_k;
+    const int seqlen_k = tile.segment.seqlen_k;
     tile.window = {params.window_left, params.window_right,
-                   params.top_left ? 0 : tile.seqlen_k - tile.segment.used_queries};
+                   params.top_left ? 0 : seqlen_k - tile.segment.used_queries};
     __syncwarp();
     tile.blocks = used_rows == 0
                       ? KeyBlocks{0, 0, 0, 0}
-                      : split_blocks(key_blocks(tile.window, tile.seqlen_k, first, last, kBlockN),
+                      : split_blocks(key_blocks(tile.window, seqlen_k, first, last, kBlockN),
                                      tile.split, params.num_splits);
+    // Past the length V may hold anything, except past the buffer, where it reads as zeros.
+    const int end = tile.blocks.end * kBlockN;
+    tile.tail_begin = seqlen_k < min(params.seqlen_k, end) ? seqlen_k - end + kBlockN : 0;
   }
 }
 
 // Tiles on their way from the scheduler to producer and consumers, in shared memory.
 // `full`: the scheduler arrives, 1; the others wait; the slot holds a tile.
-// `empty`: one lane of the producer warp and of each consumer warp arrives; the scheduler waits; the
-// slot has been read.
+// `empty`: one lane of each other warp arrives; the scheduler waits; the slot has been read.
 struct TileQueue {
-  using Ring = RingPosition<kForwardTileSlots>;
   using Barrier = cutlass::arch::ClusterBarrier;
 
   uint64_t full[kForwardTileSlots];
   uint64_t empty[kForwardTileSlots];
   ForwardTile tiles[kForwardTileSlots];
+  SegmentWindow window;  // the scheduler's own
 
   __device__ void initialise(int num_reading_warps) {
     for (int slot = 0; slot < kForwardTileSlots; ++slot) {
@@ -142,33 +165,39 @@ struct TileQueue {
     }
   }
 
-  __device__ void wait_empty(const Ring& slot) {
-    Barrier::wait(&empty[slot.stage], slot.phase ^ 1);
+  // `count` in what follows: tiles that the warp has put or released so far.
+  __device__ ForwardTile& at(uint32_t count) { return tiles[count % kForwardTileSlots]; }
+
+  __device__ void wait_empty(uint32_t count) {
+    Barrier::wait(&empty[count % kForwardTileSlots], phase(count) ^ 1);
   }
 
   // After wait_empty, and when the tile has been written by all lanes.
-  __device__ void put(Ring& slot, bool elected) {
+  __device__ void put(uint32_t& count, bool elected) {
     __syncwarp();
-    if (elected) Barrier::arrive(&full[slot.stage]);
-    slot.advance();
+    if (elected) Barrier::arrive(&full[count % kForwardTileSlots]);
+    ++count;
   }
 
   // The tile stays readable until the warp releases it.
-  __device__ const ForwardTile& get(const Ring& slot) {
-    Barrier::wait(&full[slot.stage], slot.phase);
-    return tiles[slot.stage];
+  __device__ const ForwardTile& get(uint32_t count) {
+    Barrier::wait(&full[count % kForwardTileSlots], phase(count));
+    return at(count);
   }
 
-  __device__ void release(Ring& slot, int thread) {
+  __device__ void release(uint32_t& count) {
     __syncwarp();
-    if (thread % kWarpSize == 0) Barrier::arrive(&empty[slot.stage]);
-    slot.advance();
+    if (threadIdx.x % kWarpSize == 0) Barrier::arrive(&empty[count % kForwardTileSlots]);
+    ++count;
   }
+
+ private:
+  static __device__ uint32_t phase(uint32_t count) { return count / kForwardTileSlots % 2; }
 };
 
 __device__ inline int num_tiles(const ForwardParams& params) {
-  const int* const workspace = params.schedule.workspace;
-  return workspace == nullptr ? params.num_tiles : workspace[Schedule::kNumTiles];
+  return params.schedule.packed() ? params.schedule.workspace[Schedule::kNumTiles]
+                                  : params.num_tiles;
 }
 
 // The CTA's first tile, before there are barriers: a cold start is long enough without waiting for
@@ -176,37 +205,32 @@ __device__ inline int num_tiles(const ForwardParams& params) {
 template <int kBlockN>
 __device__ void find_first_tile(const ForwardParams& params, TileQueue& queue) {
   const int index = blockIdx.x;
-  if (index < num_tiles(params)) find_tile<kBlockN>(params, index, queue.tiles[0]);
+  if (index >= num_tiles(params)) return;
+  if (params.schedule.packed()) queue.window.load(params.schedule, 0);
+  find_tile<kBlockN>(params, queue.window, index, queue.at(0));
 }
 
 // The scheduler warp, after find_first_tile.
 template <int kBlockN>
 __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue) {
   const bool elected = threadIdx.x % kWarpSize == 0;
-  const int step = static_cast<int>(gridDim.x);
-  TileQueue::Ring slot;
+  uint32_t count = 0;
   uint32_t q_phase = 0;
   int index = blockIdx.x;
   while (index < num_tiles(params)) {
-    ForwardTile& tile = queue.tiles[slot.stage];
+    // The counter is asked early: the answer takes a while.
+    int next = index;
+    if (elected && params.tile_counter != nullptr) next = atomicAdd(params.tile_counter, 1);
+    ForwardTile& tile = queue.at(count);
+    if (count > 0) find_tile<kBlockN>(params, queue.window, index, tile);
     tile.q_phase = q_phase;
-    if (!tile.blocks.empty()) q_phase ^= 1;
-    queue.put(slot, elected);
-    // A tile is claimed when the one before the last is done: not earlier, so that no CTA holds a
-    // long tile that another could begin.
-    queue.wait_empty(slot);
-    if (params.tile_counter == nullptr) {
-      index += step;
-    } else {
-      if (elected) index = step + atomicAdd(params.tile_counter, 1);
-      index = uniform(index);
-    }
-    if (index < num_tiles(params)) {
-      find_tile<kBlockN>(params, index, queue.tiles[slot.stage]);
-    }
+    q_phase ^= !tile.empty();
+    queue.put(count, elected);
+    queue.wait_empty(count);
+    index = uniform(next) + static_cast<int>(gridDim.x);
   }
-  queue.tiles[slot.stage].output.num_rows = 0;
-  queue.put(slot, elected);
+  queue.at(count).output.num_rows = 0;
+  queue.put(count, elected);
 }
 
 }  // namespace fa

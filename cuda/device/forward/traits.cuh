@@ -71,11 +71,9 @@ struct ForwardTraits {
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
   // Named barriers. kOutputBarriers, + 1: see the output. kTurn + w: warpgroup w - 1 arrives,
-  // warpgroup w waits, 256; w may issue its GEMMs. kWarpgroupBarrier + w: the 128 threads of
-  // warpgroup w meet.
+  // warpgroup w waits, 256; w may issue its GEMMs.
   static constexpr int kOutputBarriers = 0;
   static constexpr int kTurn = 2;
-  static constexpr int kWarpgroupBarrier = kTurn + kWarpgroups;
 
   using OutputType = std::conditional_t<
       kConfig.output == Output::final,
@@ -90,6 +88,7 @@ struct ForwardTraits {
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];
     uint64_t q_full, q_empty;
+    uint64_t v_tail;
     cutlass::arch::ClusterBarrier o_done;
     TileQueue tiles;
   };
