@@ -13,7 +13,6 @@
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "device/forward/tile_scheduler.cuh"
 #include "device/forward/traits.cuh"
-#include "device/warp_wait.cuh"
 
 namespace fa {
 
@@ -23,6 +22,7 @@ class ForwardProducer {
   using Smem = typename Traits::Smem;
   using Ring = typename Traits::Ring;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
   using Hint = cute::TMA::CacheHintSm90;
 
  public:
@@ -50,12 +50,12 @@ class ForwardProducer {
             ring.advance();
           }
           if (block == end - 1) {
-            warp_wait(&smem_.q_empty, tile_phase ^ 1);
+            EmptyBarrier::wait(&smem_.q_empty, tile_phase ^ 1);
             load_q(tile);
             continue;
           }
           const bool last = block == end - 2;
-          if (last) warp_wait(reinterpret_cast<uint64_t*>(&smem_.o_done), tile_phase ^ 1);
+          if (last) smem_.o_done.wait(tile_phase ^ 1);
           uint64_t* const full =
               last && tile.tail_begin > 0 ? &smem_.v_tail : &smem_.v_full[v_ring.stage];
           load_block<Traits::kPanelColumnsV>(params_.v_tensor_map, smem_.v[v_ring.stage], full,
@@ -66,7 +66,7 @@ class ForwardProducer {
       smem_.tiles.release(tiles);
     }
     // The last tile's O has left shared memory: nothing is on its way to this CTA when it ends.
-    warp_wait(reinterpret_cast<uint64_t*>(&smem_.o_done), tile_phase ^ 1);
+    smem_.o_done.wait(tile_phase ^ 1);
   }
 
  private:
@@ -91,7 +91,7 @@ class ForwardProducer {
                              uint64_t* full, uint64_t* empty, const Ring& ring,
                              const ForwardTile& tile, int block, ForwardOperand operand) {
     constexpr int kPanelElements = Traits::kBlockN * kPanelColumns;
-    warp_wait(&empty[ring.stage], ring.phase ^ 1);
+    EmptyBarrier::wait(&empty[ring.stage], ring.phase ^ 1);
     if (!issues_) return;
     FullBarrier::arrive_and_expect_tx(full, sizeof(stage));
     const auto hint = params_.keys_read_once ? Hint::EVICT_FIRST : Hint::EVICT_LAST;

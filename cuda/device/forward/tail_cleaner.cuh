@@ -38,7 +38,7 @@ __device__ void run_tail_cleaner(typename ForwardTraits<kConfig>::Smem& smem) {
     if (tile.none()) return;
     if (!tile.empty()) {
       if (tile.tail_begin > 0) {
-        warp_wait(&smem.v_tail, phase);
+        cutlass::arch::ClusterTransactionBarrier::wait(&smem.v_tail, phase);
         phase ^= 1;
         zero_tail<kConfig>(reinterpret_cast<char*>(smem.v[stage]), tile.tail_begin);
         cutlass::arch::fence_view_async_shared();

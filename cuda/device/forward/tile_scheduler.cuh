@@ -17,7 +17,6 @@
 #include "device/epilogue/output_tile.cuh"
 #include "device/forward/params.h"
 #include "device/registers.cuh"
-#include "device/warp_wait.cuh"
 
 namespace fa {
 
@@ -170,7 +169,7 @@ struct TileQueue {
   __device__ ForwardTile& at(uint32_t count) { return tiles[count % kForwardTileSlots]; }
 
   __device__ void wait_empty(uint32_t count) {
-    warp_wait(&empty[count % kForwardTileSlots], phase(count) ^ 1);
+    Barrier::wait(&empty[count % kForwardTileSlots], phase(count) ^ 1);
   }
 
   // After wait_empty, and when the tile has been written by all lanes.
@@ -182,7 +181,7 @@ struct TileQueue {
 
   // The tile stays readable until the warp releases it.
   __device__ const ForwardTile& get(uint32_t count) {
-    warp_wait(&full[count % kForwardTileSlots], phase(count));
+    Barrier::wait(&full[count % kForwardTileSlots], phase(count));
     return at(count);
   }
 
@@ -219,16 +218,15 @@ __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue
   uint32_t q_phase = 0;
   int index = blockIdx.x;
   while (index < num_tiles(params)) {
+    // The counter is asked early: the answer takes a while.
+    int next = index;
+    if (elected && params.tile_counter != nullptr) next = atomicAdd(params.tile_counter, 1);
     ForwardTile& tile = queue.at(count);
     if (count > 0) find_tile<kBlockN>(params, queue.window, index, tile);
     tile.q_phase = q_phase;
     q_phase ^= !tile.empty();
     queue.put(count, elected);
-    // A tile is claimed when the one before the last is done: not earlier, so that no CTA holds a
-    // long tile that another could begin.
     queue.wait_empty(count);
-    int next = index;
-    if (elected && params.tile_counter != nullptr) next = atomicAdd(params.tile_counter, 1);
     index = uniform(next) + static_cast<int>(gridDim.x);
   }
   queue.at(count).output.num_rows = 0;
