@@ -218,15 +218,16 @@ __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue
   uint32_t q_phase = 0;
   int index = blockIdx.x;
   while (index < num_tiles(params)) {
-    // The counter is asked early: the answer takes a while.
-    int next = index;
-    if (elected && params.tile_counter != nullptr) next = atomicAdd(params.tile_counter, 1);
     ForwardTile& tile = queue.at(count);
     if (count > 0) find_tile<kBlockN>(params, queue.window, index, tile);
     tile.q_phase = q_phase;
     q_phase ^= !tile.empty();
     queue.put(count, elected);
+    // A tile is claimed when the one before the last is done: not earlier, so that no CTA holds a
+    // long tile that another could begin (16k keys, causal: 8 % of the kernel's time).
     queue.wait_empty(count);
+    int next = index;
+    if (elected && params.tile_counter != nullptr) next = atomicAdd(params.tile_counter, 1);
     index = uniform(next) + static_cast<int>(gridDim.x);
   }
   queue.at(count).output.num_rows = 0;
