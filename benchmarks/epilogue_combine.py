@@ -130,21 +130,24 @@ def programs(functions, operands):
     return contenders
 
 
-def report(rows, name, seconds, size, copy_speed, ours="ours"):
-    """Append a row of results, in GB/s, and print it."""
+def report(rows, name, clock, rounds, size, copy_size):
+    """Measure a row by both clocks, append its results in GB/s, and print them."""
     row = {"name": name, "bytes": size}
-    row["gb_per_s"] = {k: size / timing.median(v) / 1e9 for k, v in seconds.items() if k != "copy"}
-    row["copy_gb_per_s"] = copy_speed / timing.median(seconds["copy"]) / 1e9
-    row["of_copy"] = row["gb_per_s"][ours] / row["copy_gb_per_s"]
-    others = [k for k in seconds if k not in (ours, "copy")]
-    best = min(others, key=lambda k: timing.median(seconds[k]))
-    row |= {"best_other": best, "speedup": timing.ratio(seconds[best], seconds[ours])}
+    for kind, seconds in (("device", clock.device(rounds)), ("wall", clock.wall(rounds))):
+        speed = {
+            k: (copy_size if k == "copy" else size) / timing.median(v) / 1e9
+            for k, v in seconds.items()
+        }
+        others = [k for k in seconds if k not in ("ours", "copy")]
+        best = max(others, key=speed.get)
+        speedup = timing.ratio(seconds[best], seconds["ours"])
+        row[kind] = {"gb_per_s": speed, "best_other": best, "speedup": speedup}
+        print(
+            f"{name:22} {kind:6} ours {speed['ours']:5.0f}  {best:13} {speed[best]:5.0f}  "
+            f"x{speedup:.3f}  of copy {speed['ours'] / speed['copy']:.3f}",
+            flush=True,
+        )
     rows.append(row)
-    print(
-        f"{name:24} ours {row['gb_per_s'][ours]:6.0f}  {best:14} {row['gb_per_s'][best]:6.0f}  "
-        f"x{row['speedup']:.3f}  of copy {row['of_copy']:.3f}",
-        flush=True,
-    )
 
 
 def measure_epilogue(rows, rounds):
@@ -209,8 +212,8 @@ def measure_epilogue(rows, rounds):
         if name == "varlen":
             moved = nbytes(results["ours"]) + nbytes(operands) * total_q // (BATCH * ROWS)
         del results
-        seconds = timing.interleave(contenders | {"copy": copy}, rounds)
-        report(rows, f"epilogue {name}", seconds, REPEATS * moved, copy_bytes)
+        clock = timing.Clock(contenders | {"copy": copy})
+        report(rows, f"epilogue {name}", clock, rounds, REPEATS * moved, copy_bytes)
 
 
 def fa3_combine(out_partial, lse_partial):
@@ -254,8 +257,8 @@ def measure_combine(rows, rounds):
             contenders["fa3"], wait["fa3"] = peer
         moved = nbytes(results["ours"], out_partial, lse_partial)
         del results
-        seconds = timing.interleave(contenders | {"copy": copy}, rounds, wait=wait)
-        report(rows, f"combine {splits} splits", seconds, REPEATS * moved, copy_bytes)
+        clock = timing.Clock(contenders | {"copy": copy}, wait)
+        report(rows, f"combine {splits} splits", clock, rounds, REPEATS * moved, copy_bytes)
 
 
 def draw(result, path):
@@ -268,17 +271,18 @@ def draw(result, path):
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for ax, operation in zip(axes, ("epilogue", "combine"), strict=True):
         rows = [row for row in result["rows"] if row["name"].startswith(operation)]
-        contenders = sorted({k for row in rows for k in row["gb_per_s"]}, key=lambda k: k != "ours")
+        speeds = [row["device"]["gb_per_s"] for row in rows]
+        contenders = sorted({k for s in speeds for k in s} - {"copy"}, key=lambda k: k != "ours")
         width = 0.8 / len(contenders)
         for i, contender in enumerate(contenders):
-            at = [n + i * width for n, row in enumerate(rows) if contender in row["gb_per_s"]]
-            speed = [row["gb_per_s"][contender] for row in rows if contender in row["gb_per_s"]]
+            at = [n + i * width for n, speed in enumerate(speeds) if contender in speed]
+            speed = [speed[contender] for speed in speeds if contender in speed]
             ax.bar(at, speed, width, label=contender)
-        copy = result["rows"][0]["copy_gb_per_s"]
+        copy = result["rows"][0]["device"]["gb_per_s"]["copy"]
         ax.axhline(copy, color="black", linewidth=1, label="device copy")
         names = [row["name"].removeprefix(operation + " ") for row in rows]
         ax.set_xticks([n + 0.4 - width / 2 for n in range(len(rows))], names, rotation=20)
-        ax.set_ylabel("GB/s")
+        ax.set_ylabel("GB/s of device time")
         ax.set_title(operation)
         ax.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=5)
     figure.savefig(path, dpi=120)
