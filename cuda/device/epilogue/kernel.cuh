@@ -47,17 +47,41 @@ struct EpilogueKernelTraits {
   };
 };
 
+// The sequence that holds `token`, as find_sequence. Collective over the warp: its first lane's is
+// looked for 32 offsets at a time, and only lanes with tokens outside it look for their own.
+__device__ inline int find_sequence_in_warp(const int32_t* cu_seqlens, int num_sequences,
+                                            int token) {
+  const int first_token = __shfl_sync(~0u, token, 0);
+  const int lane = threadIdx.x % kWarpSize;
+  int low = 0;
+  int high = num_sequences + 1;
+  while (low < high) {
+    const int step = (high - low + kWarpSize - 1) / kWarpSize;
+    const int probe = low + lane * step;
+    const bool passes = probe < high && __ldg(cu_seqlens + probe) <= first_token;
+    const int passed = __popc(__ballot_sync(~0u, passes));
+    high = min(high, low + passed * step);
+    if (passed > 0) low += (passed - 1) * step + 1;
+  }
+  const int sequence = low - 1;
+  if (sequence >= 0 && sequence < num_sequences && __ldg(cu_seqlens + sequence) <= token &&
+      token < __ldg(cu_seqlens + sequence + 1)) {
+    return sequence;
+  }
+  return find_sequence([&](int i) { return __ldg(cu_seqlens + i); }, num_sequences, token);
+}
+
 // The row of acc, and of the statistics, that becomes row `row` of the tile; -1 if there is none.
+// Collective over the warp.
 __device__ inline int64_t source_row(const EpilogueParams& params, const OutputTile& tile,
                                      int row) {
-  if (row >= tile.num_rows) return -1;
   int token, subhead;
   params.output.qhead_per_khead(token, subhead, tile.row_begin + row);
   int sequence = 0;
   if (params.cu_seqlens != nullptr) {
     const int32_t* const cu_seqlens =
         params.cu_seqlens + params.batch_map.offset(kCuSeqlens, tile.batch);
-    sequence = find_sequence([&](int i) { return __ldg(cu_seqlens + i); }, params.sequences, token);
+    sequence = find_sequence_in_warp(cu_seqlens, params.sequences, token);
     if (sequence < 0 || sequence >= params.sequences) return -1;
     token -= max(__ldg(cu_seqlens + sequence), 0);
   }
@@ -66,7 +90,7 @@ __device__ inline int64_t source_row(const EpilogueParams& params, const OutputT
     length = min(length,
                  __ldg(params.seqused + params.batch_map.offset(kSeqused, tile.batch) + sequence));
   }
-  if (token >= length) return -1;
+  if (token >= length || row >= tile.num_rows) return -1;
   const int64_t rows = int64_t{params.seqlen_acc} * params.output.qhead_per_khead.divisor;
   return (int64_t{sequence} * params.heads_kv.divisor + tile.head_kv) * rows +
          int64_t{token} * params.output.qhead_per_khead.divisor + subhead;
