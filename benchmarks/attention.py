@@ -1,0 +1,132 @@
+"""Speed of the attention forward against cuDNN and FlashAttention-3.
+
+    python benchmarks/attention.py --json attention.json --plot attention.png
+
+Needs a CUDA device of compute capability 9.0. 16,384 tokens, a model width of 2,048, bfloat16,
+causal and not. TFLOP/s count 4 B S^2 H D operations, half as many with a causal mask, in 1e12, by device
+time (timing.py). cuDNN runs through ``jax.nn``; FlashAttention-3's kernels take part where the PyPI
+package dew-flash-attn-cu13 is installed. All contenders of a point run interleaved. The plot can be
+drawn elsewhere from the JSON: `--plot attention.png --from attention.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import timing
+
+TOKENS, WIDTH = 16384, 2048
+HEAD_DIMS = (64, 128, 256)
+SEQLENS = (1024, 2048, 4096, 8192, 16384)
+
+
+def contenders(causal):
+    """Functions of (q, k, v), by name; ours first."""
+    import jax_fa_epilogue as fa
+
+    functions = {
+        "ours": lambda q, k, v: fa.flash_attention(q, k, v, causal=causal, implementation="cuda"),
+        "cudnn": lambda q, k, v: jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, implementation="cudnn"
+        ),
+    }
+    try:
+        from dew_flash_attn import flash_mha
+    except ImportError:
+        return functions
+    functions["fa3"] = lambda q, k, v: flash_mha(q, k, v, is_causal=causal)
+    return functions
+
+
+def measure(head_dim, seqlen, causal, rounds):
+    """One point: TFLOP/s of each contender, and ratios of ours to the others."""
+    shape = (TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim)
+    keys = jax.random.split(jax.random.key(seqlen + head_dim), 3)
+    operands = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+    calls, results = {}, {}
+    for name, function in contenders(causal).items():
+        compiled = jax.jit(function).lower(*operands).compile()
+        results[name] = compiled(*operands).astype(jnp.float32)
+        calls[name] = lambda compiled=compiled: compiled(*operands)
+    for name, result in results.items():
+        error = jnp.abs(result - results["ours"]).max()
+        assert error < 0.03, (name, head_dim, seqlen, causal, float(error))
+    del results
+    seconds = timing.Clock(calls).device(rounds)
+    operations = 4 * TOKENS * seqlen * WIDTH / (2 if causal else 1)
+    others = [name for name in seconds if name != "ours"]
+    return {
+        "head_dim": head_dim,
+        "seqlen": seqlen,
+        "causal": causal,
+        "tflop_per_s": {k: operations / timing.median(v) / 1e12 for k, v in seconds.items()},
+        "speedup": {k: timing.ratio(seconds[k], seconds["ours"]) for k in others},
+    }
+
+
+def draw(points, path):
+    """TFLOP/s over sequence length: a chart per head dimension and mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    head_dims = sorted({point["head_dim"] for point in points})
+    figure, axes = plt.subplots(
+        2, len(head_dims), figsize=(4 * len(head_dims), 7), layout="constrained", squeeze=False
+    )
+    for column, head_dim in enumerate(head_dims):
+        for row, causal in enumerate((False, True)):
+            ax = axes[row][column]
+            chosen = [p for p in points if (p["head_dim"], p["causal"]) == (head_dim, causal)]
+            for name in chosen[0]["tflop_per_s"] if chosen else ():
+                speed = [point["tflop_per_s"][name] for point in chosen]
+                ax.plot([p["seqlen"] for p in chosen], speed, marker="o", label=name)
+            ax.set_xscale("log", base=2)
+            ax.set_ylim(bottom=0)
+            ax.set_title(f"head_dim {head_dim}{', causal' if causal else ''}")
+            ax.set_xlabel("sequence length")
+            ax.set_ylabel("TFLOP/s")
+            ax.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    """Measure, write, draw, as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--plot", help="draw the result here (needs matplotlib)")
+    parser.add_argument("--from", dest="source", help="draw this JSON instead of measuring")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seqlens", type=int, nargs="+", default=SEQLENS)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    arguments = parser.parse_args()
+    if arguments.source:
+        with open(arguments.source) as file:
+            result = json.load(file)
+    else:
+        result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "points": []}
+        for head_dim in arguments.head_dims:
+            for causal in (False, True):
+                for seqlen in arguments.seqlens:
+                    point = measure(head_dim, seqlen, causal, arguments.rounds)
+                    result["points"].append(point)
+                    speeds = "  ".join(f"{k} {v:4.0f}" for k, v in point["tflop_per_s"].items())
+                    ratios = "  ".join(f"x{v:.3f} {k}" for k, v in point["speedup"].items())
+                    mask = "causal" if causal else "full"
+                    print(f"D {head_dim:3} S {seqlen:5} {mask:6}  {speeds}  {ratios}", flush=True)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(result, file, indent=1)
+    if arguments.plot:
+        draw(result["points"], arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
