@@ -74,6 +74,7 @@ def _bind_epilogue(
         has_seqused=facts.has_seqused,
         fp8_permuted_columns=facts.fp8_permuted_columns,
         implementation=implementation,
+        caller="epilogue",
     )
     # (*b, Hk, G, T, D) -> (*b, T, Hk, G, D) -> (*b, T, H, D), and (*b, Hk, G, T) -> (*b, H, T)
     out = jnp.moveaxis(out, num_batch_dims + 2, num_batch_dims)
@@ -111,6 +112,7 @@ epilogue.defvjp(_epilogue_forward, _epilogue_backward)
 def _bind_combine(
     facts: problem.CombineProblem,
     implementation: str,
+    caller: str,
     out_partial: jax.Array,
     lse_partial: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -124,6 +126,7 @@ def _bind_combine(
         num_batch_dims=1,
         out_dtype=facts.out_dtype,
         implementation=implementation,
+        caller=caller,
     )
     out = jnp.swapaxes(out, 1, 2)
     return (out[0], lse[0]) if facts.batch is None else (out, lse)
@@ -132,7 +135,7 @@ def _bind_combine(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def combine(facts: problem.CombineProblem, implementation: str, *operands: jax.Array) -> Any:
     """``combine``."""
-    return _bind_combine(facts, implementation, *operands)
+    return _bind_combine(facts, implementation, "combine", *operands)
 
 
 def _combine_forward(
@@ -191,6 +194,7 @@ def _bind_forward(
         has_seqused_k=facts.has_seqused_k,
         workspace_size=launch.workspace_size,
         implementation=launch.implementation,
+        caller=launch.caller,
     )
     if launch.num_splits:  # (B, Hk, P, ...) -> (P, B, Hk, ...)
         out, lse = jnp.moveaxis(out, 2, 0), jnp.moveaxis(lse, 2, 0)
@@ -205,7 +209,7 @@ def _attend(
     if not launch.num_splits:
         return out, lse
     merging = plans.merging(facts, launch.num_splits)
-    return _bind_combine(merging, launch.merge_implementation, out, lse)
+    return _bind_combine(merging, launch.merge_implementation, launch.caller, out, lse)
 
 
 def _named(facts: problem.AttentionProblem, operands: Any) -> tuple[Any, ...]:

@@ -153,6 +153,7 @@ def merging(facts: problem.AttentionProblem, num_splits: int) -> problem.Combine
 class Launch:
     """What is chosen for an attention call that the primitives run."""
 
+    caller: str  # the public function
     implementation: str  # of forward_p
     merge_implementation: str  # of combine_p, if there is something to merge
     num_splits: int  # 0: the kernel writes final results
@@ -174,7 +175,7 @@ def launch(
     merge = chosen
     if num_splits and not partial:
         merge, _ = choose(name, implementation, lambda: combine(merging(facts, num_splits)))
-    return Launch(chosen, merge, num_splits, plan["workspace_size"])
+    return Launch(name, chosen, merge, num_splits, plan["workspace_size"])
 
 
 def _sizes(**sizes: Any) -> dict[str, int]:

@@ -10,7 +10,8 @@ reads with stride 0); results have the full size.
     primitives_epilogue.py  epilogue_p, combine_p
 
 The parameter `implementation` is "xla" (the reference on every platform), "auto" (the kernel on
-CUDA, the reference elsewhere) or "cuda" (the kernel on CUDA, an error elsewhere).
+CUDA, the reference elsewhere) or "cuda" (the kernel on CUDA, an error elsewhere); `caller` is the
+public function, which errors name.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def custom_call(
     return results[: len(ctx.avals_out)]
 
 
-def too_many_batch_axes(ctx: Any, name: str, implementation: str, num_batch_dims: int) -> bool:
+def too_many_batch_axes(ctx: Any, caller: str, implementation: str, num_batch_dims: int) -> bool:
     """Whether the kernel cannot walk the leading axes; neighbours that broadcast alike are one."""
     patterns = [
         tuple(is_one(aval.shape[axis]) for aval in ctx.avals_in) for axis in range(num_batch_dims)
@@ -225,7 +226,7 @@ def too_many_batch_axes(ctx: Any, name: str, implementation: str, num_batch_dims
         return False
     if implementation == "cuda":
         raise NotImplementedError(
-            f"jax_fa_epilogue.{name}: implementation='cuda' has no kernel for more than "
+            f"jax_fa_epilogue.{caller}: implementation='cuda' has no kernel for more than "
             f"{_native.max_batch_axes} nested vmaps that map different operands"
         )
     return True
@@ -242,12 +243,12 @@ def lower_reference(function: Callable, ctx: Any, *operands: Any, **params: Any)
 
 
 def _lower_default(
-    name: str, function: Callable, ctx: Any, *operands: Any, implementation: str, **params: Any
+    function: Callable, ctx: Any, *operands: Any, implementation: str, caller: str, **params: Any
 ) -> Any:
     if implementation == "cuda":
         platforms = ", ".join(ctx.platforms or ctx.module_context.platforms)
         raise NotImplementedError(
-            f"jax_fa_epilogue.{name}: implementation='cuda' has no kernel for platform "
+            f"jax_fa_epilogue.{caller}: implementation='cuda' has no kernel for platform "
             f"{platforms}; use implementation=None to run the XLA reference there"
         )
     return lower_reference(function, ctx, *operands, **params)
@@ -255,12 +256,11 @@ def _lower_default(
 
 def define(
     name: str,
-    public_name: str,
     abstract_eval: Callable,
     reference_function: Callable,
     cuda_lowering: Callable,
 ) -> Primitive:
-    """Define a primitive with all its rules; errors name the public function.
+    """Define a primitive with all its rules.
 
     `reference_function` is its specification, which runs on all platforms but CUDA; there
     `cuda_lowering` decides.
@@ -271,16 +271,14 @@ def define(
     primitive.def_abstract_eval(abstract_eval)
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     # Reached only where the forward rule of the custom_vjp around it is itself differentiated.
-    ad.primitive_jvps[primitive] = functools.partial(_raise_second_derivative, public_name)
-    mlir.register_lowering(
-        primitive, functools.partial(_lower_default, public_name, reference_function)
-    )
+    ad.primitive_jvps[primitive] = _raise_second_derivative
+    mlir.register_lowering(primitive, functools.partial(_lower_default, reference_function))
     mlir.register_lowering(primitive, cuda_lowering, platform="cuda")
     return primitive
 
 
-def _raise_second_derivative(name: str, *_: Any, **__: Any) -> Any:
-    raise NotImplementedError(f"jax_fa_epilogue.{name} has no second derivative")
+def _raise_second_derivative(*_: Any, caller: str, **__: Any) -> Any:
+    raise NotImplementedError(f"jax_fa_epilogue.{caller} has no second derivative")
 
 
 def _raise_forward_mode(*_: Any, name: str) -> Any:

@@ -132,9 +132,11 @@ def _combine_reference(*operands: jax.Array, num_batch_dims: int, out_dtype: Any
     return over_leading(one, num_batch_dims, *operands)
 
 
-def _lower_epilogue_cuda(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
+def _lower_epilogue_cuda(
+    ctx: Any, *operands: Any, implementation: str, caller: str, **params: Any
+) -> Any:
     if implementation == "xla" or too_many_batch_axes(
-        ctx, "epilogue", implementation, params["num_batch_dims"]
+        ctx, caller, implementation, params["num_batch_dims"]
     ):
         return lower_reference(_epilogue_reference, ctx, *operands, **params)
     flags = ("normalised", "has_cu_seqlens", "has_seqused", "fp8_permuted_columns")
@@ -155,16 +157,16 @@ def _lower_epilogue_cuda(ctx: Any, *operands: Any, implementation: str, **params
     )
 
 
-def _lower_combine_cuda(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
+def _lower_combine_cuda(
+    ctx: Any, *operands: Any, implementation: str, caller: str, **params: Any
+) -> Any:
     if implementation == "xla" or too_many_batch_axes(
-        ctx, "combine", implementation, params["num_batch_dims"]
+        ctx, caller, implementation, params["num_batch_dims"]
     ):
         return lower_reference(_combine_reference, ctx, *operands, **params)
     forms = (*_COMBINE_OPERANDS, *_COMBINE_RESULTS)
     return custom_call(ctx, operands, native.COMBINE_TARGET, forms, params["num_batch_dims"], {})
 
 
-epilogue_p = define(
-    "epilogue", "epilogue", _epilogue_abstract, _epilogue_reference, _lower_epilogue_cuda
-)
-combine_p = define("combine", "combine", _combine_abstract, _combine_reference, _lower_combine_cuda)
+epilogue_p = define("epilogue", _epilogue_abstract, _epilogue_reference, _lower_epilogue_cuda)
+combine_p = define("combine", _combine_abstract, _combine_reference, _lower_combine_cuda)

@@ -127,11 +127,9 @@ def _reference(
     return attend(q, *operands[1:])
 
 
-def _lower_cuda(ctx: Any, *operands: Any, implementation: str, **params: Any) -> Any:
+def _lower_cuda(ctx: Any, *operands: Any, implementation: str, caller: str, **params: Any) -> Any:
     num_batch_dims, num_splits = params["num_batch_dims"], params["num_splits"]
-    if implementation == "xla" or too_many_batch_axes(
-        ctx, "flash_attention", implementation, num_batch_dims
-    ):
+    if implementation == "xla" or too_many_batch_axes(ctx, caller, implementation, num_batch_dims):
         return lower_reference(_reference, ctx, *operands, **params)
     forms = [_OPERANDS[name] for name in _names(params)]
     results = _PARTIAL_RESULTS if num_splits else _FINAL_RESULTS
@@ -172,4 +170,4 @@ def _attributes(
     }
 
 
-forward_p = define("forward", "flash_attention", _abstract, _reference, _lower_cuda)
+forward_p = define("forward", _abstract, _reference, _lower_cuda)

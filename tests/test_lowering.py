@@ -222,7 +222,7 @@ def test_cuda_names_a_build_without_cuda(monkeypatch):
 @needs_kernels
 def test_cuda_names_a_kernel_that_is_not_built(monkeypatch):
     plan = {"built": False, "kernel": "bf16_128_plain_64_3"}
-    monkeypatch.setattr(fa.api, "_native", FakeModule(plan_epilogue=lambda **_: plan))
+    monkeypatch.setattr(fa.plans, "_native", FakeModule(plan_epilogue=lambda **_: plan))
     with pytest.raises(NotImplementedError, match="bf16_128_plain_64_3 is not built"):
         jax.eval_shape(epilogue_with("cuda"), *shapes("dense"))
     assert "custom_call" not in lowered(epilogue_with(None), *shapes("dense"))
