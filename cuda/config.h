@@ -64,6 +64,13 @@ constexpr int combine_smem_bytes(int num_splits) {
   return kCombineWarps * kCombineRowsPerWarp * (num_splits + 1) * 4;
 }
 
+// ---- Schedule of packed sequences ----------------------------------------------------------------
+
+struct ScheduleConfig {
+  int num_threads;  // of the only CTA
+  bool operator==(const ScheduleConfig&) const = default;
+};
+
 // ---- Forward ------------------------------------------------------------------------------------
 
 // Where a tile's result goes: 16-bit O, or fp32 O of one split of the key axis.
@@ -82,10 +89,13 @@ struct ForwardConfig {
   bool operator==(const ForwardConfig&) const = default;
 };
 
-// Full and empty barriers of K and V per stage, of the tile slot and of Q, and O done; the tile
-// slot.
+// Tiles that a CTA knows at a time: the one it works on and the next.
+inline constexpr int kForwardTileSlots = 2;
+inline constexpr int kForwardTileBytes = 112;
+
+// Full and empty barriers of K and V per stage, of Q and of the tile slots, and O done.
 constexpr int forward_barrier_bytes(const ForwardConfig& config) {
-  return 8 * (4 * config.stages + 2 + 3) + 8;
+  return 8 * (4 * config.stages + 2 + 2 * kForwardTileSlots + 1);
 }
 
 // First and last key of each row.
@@ -95,7 +105,8 @@ constexpr int forward_smem_bytes(const ForwardConfig& config) {
   const int q_bytes = config.block_m * config.head_dim * 2;
   const int kv_bytes = config.stages * config.block_n * (config.head_dim + config.head_dim_v) * 2;
   // Rounded up to the alignment of the swizzled tiles, as the struct in shared memory is.
-  return (q_bytes + kv_bytes + forward_mask_bytes(config) + forward_barrier_bytes(config) + 1023) /
+  return (q_bytes + kv_bytes + forward_mask_bytes(config) + forward_barrier_bytes(config) +
+          kForwardTileSlots * kForwardTileBytes + 1023) /
          1024 * 1024;
 }
 
@@ -103,7 +114,7 @@ constexpr int forward_num_warpgroups(const ForwardConfig& config) {
   return config.block_m / kRowsPerWarpgroup;
 }
 
-// The consumer warpgroups and one more for the producer.
+// The consumer warpgroups and one more for the producer and the scheduler.
 constexpr int forward_num_threads(const ForwardConfig& config) {
   return (forward_num_warpgroups(config) + 1) * kWarpgroupSize;
 }

@@ -7,6 +7,10 @@
 
 namespace fa {
 
+FA_HOST_DEVICE constexpr int clip(int value, int limit) {
+  return value < 0 ? 0 : value < limit ? value : limit;
+}
+
 // ---- Keys a query sees --------------------------------------------------------------------------
 
 // Query i sees key j where i + shift - left <= j <= i + shift + right and 0 <= j < seqlen_k.
@@ -53,20 +57,39 @@ FA_HOST_DEVICE constexpr KeyBlocks key_blocks(const Window& window, int seqlen_k
   const KeyRange of_last = visible_keys(window, seqlen_k, last);
   // Both bounds grow with the query: the first query's begin and the last one's end span the tile.
   if (last < first || of_last.end <= of_first.begin) return {0, 0, 0, 0};
-  KeyBlocks blocks{of_first.begin / block_n, (of_last.end + block_n - 1) / block_n, 0, 0};
-  blocks.full_begin = (of_last.begin + block_n - 1) / block_n;
+  KeyBlocks blocks{of_first.begin / block_n, ceil_div(of_last.end, block_n), 0, 0};
+  blocks.full_begin = ceil_div(of_last.begin, block_n);
   blocks.full_end = of_first.end > 0 ? of_first.end / block_n : 0;
   return blocks;
 }
 
+// The share of split `split` in a tile's key blocks. Shares are equal up to rounding; the last ones
+// may be smaller, or empty.
+FA_HOST_DEVICE constexpr KeyBlocks split_blocks(KeyBlocks blocks, int split, int num_splits) {
+  if (blocks.empty()) return {0, 0, 0, 0};
+  const int share = ceil_div(blocks.end - blocks.begin, num_splits);
+  const int begin = blocks.begin + split * share;
+  if (begin >= blocks.end) return {0, 0, 0, 0};
+  blocks.begin = begin;
+  if (begin + share < blocks.end) blocks.end = begin + share;
+  return blocks;
+}
+
+// Where partial results of a split lie, in matrices of one batch index: the axis of the splits is
+// outside the innermost batch axis, whose size is `inner_batch`.
+FA_HOST_DEVICE constexpr int partial_batch(int batch, int split, int num_splits, int inner_batch) {
+  const int outer = batch / inner_batch;
+  return (outer * num_splits + split) * inner_batch + batch - outer * inner_batch;
+}
+
 // ---- Order of tiles -----------------------------------------------------------------------------
 
-// A launch's tiles: row blocks of every head of every batch index. Heads are taken in sections,
-// whose keys and values stay in the L2 cache together; within a section all heads of one row block,
-// then the next row block.
+// Row blocks of every head. Heads are taken in sections, whose keys and values stay in the L2 cache
+// together; within a section all heads of one row block, then the next row block. A head counts
+// once for each split of its keys.
 struct TileOrder {
   int row_blocks;
-  int heads;          // heads of all batch indices, batch-major
+  int heads;          // dense: of all batch indices, batch-major; packed: of one sequence
   int section_heads;  // heads of a section; the last section may have fewer
   bool last_first;    // row blocks from the last to the first: with a causal mask, longest first
 };
@@ -85,6 +108,71 @@ FA_HOST_DEVICE constexpr TilePosition tile_position(const TileOrder& order, int 
   const int row_block = in_section / section_heads;
   return {order.last_first ? order.row_blocks - 1 - row_block : row_block,
           first_head + in_section - row_block * section_heads};
+}
+
+// ---- Packed sequences ---------------------------------------------------------------------------
+
+// The buffer of queries is cut into segments: for each batch index the rows before the first
+// sequence, the sequences, and the rows past the last. Together they hold every row exactly once,
+// whatever cu_seqlens says, so that every row is written.
+struct Segment {
+  int query_begin;   // in the buffer
+  int num_queries;   // to be written
+  int used_queries;  // of these, the first ones have a result; the others are empty rows
+  int key_begin;
+  int seqlen_k;
+};
+
+// Sequences are started from the longest class of keys to the shortest, so that the last tiles are
+// short and all multiprocessors end together. A class spans a factor of two.
+inline constexpr int kWorkClasses = 32;
+
+FA_HOST_DEVICE constexpr int work_class(int seqlen_k) {
+  constexpr int kKeys = 64;  // fewer cost the same
+  int result = 0;
+  for (int rest = ceil_div(seqlen_k, kKeys); rest > 0; rest /= 2) ++result;
+  return result;
+}
+
+// What the schedule kernel leaves for the forward, in the workspace. The list holds the segments
+// that have tiles, in the order of work; a segment's number is its place in the buffers.
+//
+//   | header | per place in the list: tiles up to its end | ... number | per number: the segment |
+struct Schedule {
+  enum Header { kTileCounter, kNumTiles, kNumListed, kHeaderSize };
+  static constexpr int kSegmentSize = sizeof(Segment) / sizeof(int);
+
+  int* workspace;      // null: a dense call
+  int num_segments;    // of all batch indices
+  int batch_segments;  // of one batch index: its sequences and 2
+
+  FA_HOST_DEVICE int* tile_ends() const { return workspace + kHeaderSize; }
+  FA_HOST_DEVICE int* numbers() const { return tile_ends() + num_segments; }
+  FA_HOST_DEVICE Segment* segments() const {
+    return reinterpret_cast<Segment*>(numbers() + num_segments);
+  }
+
+  // Integers per batch index that the workspace must have.
+  static constexpr long long size(long long sequences) {
+    return kHeaderSize + (2 + kSegmentSize) * (sequences + 2);
+  }
+};
+
+// Position of the first among `count` ascending numbers that is past a key, by a warp: in each step
+// the lanes look at 32 numbers at equal distances. first_lane(low, step, last) gives the first lane
+// whose number, at min(low + (lane + 1) * step - 1, last), is past the key. The last number is.
+template <typename FirstLane>
+FA_HOST_DEVICE constexpr int warp_search(int count, FirstLane first_lane) {
+  int low = 0;
+  int high = count;
+  int step;
+  FA_NO_UNROLL
+  do {
+    step = ceil_div(high - low, 32);
+    low += first_lane(low, step, high - 1) * step;
+    if (low + step < high) high = low + step;
+  } while (step > 1);
+  return low;
 }
 
 }  // namespace fa

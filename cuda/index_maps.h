@@ -12,6 +12,11 @@
 
 namespace fa {
 
+template <typename A, typename B>
+FA_HOST_DEVICE constexpr auto ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
+
 struct TileCoordinate {
   int row;
   int column;

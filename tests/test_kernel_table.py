@@ -19,12 +19,22 @@ def reachable():
             yield _native.plan_epilogue(dtype, 2, 2, 1, 128, head_dim, fp8_permuted_columns=fp8)
         if not fp8:
             yield _native.plan_combine(dtype, 2, 2, 128, head_dim, 3)
-    for dtype, head_dim, head_dim_v, right in itertools.product(
-        DTYPES[:2], range(64, 257, 32), range(64, 257, 32), (-1, 0)
+    for dtype, head_dim, head_dim_v, right, seqlen_q, num_splits in itertools.product(
+        DTYPES[:2], range(64, 257, 32), range(64, 257, 32), (-1, 0), (1, 512), (0, 2)
     ):
         with contextlib.suppress(NotImplementedError):  # a pair of widths without a tile
             yield _native.plan_forward(
-                dtype, 2, 2, 1, 512, 512, head_dim, head_dim_v, window_right=right
+                dtype=dtype,
+                batch=2,
+                heads_kv=2,
+                qhead_per_khead=1,
+                seqlen_q=seqlen_q,
+                seqlen_k=512,
+                head_dim=head_dim,
+                head_dim_v=head_dim_v,
+                window_right=right,
+                num_splits=num_splits,
+                has_cu_seqlens=True,
             )
 
 
@@ -34,7 +44,7 @@ def test_every_plan_names_a_kernel_and_every_kernel_is_reached():
     for plan in reachable():
         kernel = table[plan["kernel"]]
         assert all(plan[field] == kernel[field] for field in plan.keys() & kernel.keys())
-        named.add(plan["kernel"])
+        named |= {plan["kernel"], plan.get("schedule_kernel") or plan["kernel"]}
     assert named == set(table)
 
 
@@ -44,6 +54,7 @@ def test_names_are_unique_and_say_the_config():
     fields = {
         "epilogue": ("out_dtype", "head_dim", "column_order", "block_m", "blocks_per_sm"),
         "combine": ("out_dtype", "head_dim"),
+        "schedule": ("num_threads",),
         "forward": ("dtype", "head_dim", "head_dim_v", "output", "block_m", "block_n", "stages"),
     }
     for kernel in kernels:
@@ -52,7 +63,9 @@ def test_names_are_unique_and_say_the_config():
 
 
 def test_default_build_has_every_kernel_in_use():
-    kernels = [kernel for kernel in _native.kernels() if kernel["operation"] != "forward"]
+    kernels = [
+        kernel for kernel in _native.kernels() if kernel["operation"] in ("epilogue", "combine")
+    ]
     if not _native.cuda_built:
         assert not any(kernel["built"] for kernel in kernels)
         pytest.skip("built without CUDA")
@@ -63,6 +76,7 @@ def test_default_build_has_every_kernel_in_use():
 
 
 def test_handlers_exist_exactly_with_cuda():
-    operations = {kernel["operation"] for kernel in _native.kernels()}
+    # The schedule is a part of the forward.
+    operations = {kernel["operation"] for kernel in _native.kernels()} - {"schedule"}
     expected = {f"jax_fa_epilogue_{operation}_v1" for operation in operations}
     assert set(_native.handlers()) == (expected if _native.cuda_built else set())

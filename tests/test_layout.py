@@ -171,3 +171,39 @@ def test_forward_tile_order_is_a_bijection(row_blocks, heads, section, last_firs
     assert sorted(order) == [(m, h) for m in range(row_blocks) for h in range(heads)]
     sections = [head // section for _, head in order]
     assert sections == sorted(sections), "a section's heads come together"
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 256])
+@pytest.mark.parametrize("blocks", [(0, 0), (5, 5), (3, 4), (0, 7), (2, 16), (1, 300)])
+def test_splits_share_the_key_blocks(blocks, num_splits):
+    shares = [maps.split_blocks(*blocks, split, num_splits) for split in range(num_splits)]
+    visited = [block for begin, end in shares for block in range(begin, end)]
+    assert visited == list(range(*blocks))
+    most = -(-(blocks[1] - blocks[0]) // num_splits)
+    assert all(end - begin <= most for begin, end in shares)
+
+
+@pytest.mark.parametrize(("outer", "splits", "inner"), [(1, 1, 1), (3, 4, 5), (2, 1, 3), (1, 6, 1)])
+def test_partial_results_lie_outside_the_innermost_batch_axis(outer, splits, inner):
+    expected = np.arange(outer * splits * inner).reshape(outer, splits, inner)
+    for batch in range(outer * inner):
+        for split in range(splits):
+            found = maps.partial_batch(batch, split, splits, inner)
+            assert found == expected[batch // inner, split, batch % inner]
+
+
+@pytest.mark.parametrize("count", [1, 2, 31, 32, 33, 63, 64, 65, 1000, 1024, 1025, 33000])
+def test_warp_search_finds_the_first_end_past_a_tile(count):
+    rng = np.random.default_rng(count)
+    ends = np.cumsum(rng.integers(1, 4, count))
+    keys = [*rng.integers(0, ends[-1], 200).tolist(), 0, int(ends[-1]) - 1]
+    for key in keys:
+        found = maps.warp_search(ends.tolist(), key)
+        assert ends[found] > key and (found == 0 or ends[found - 1] <= key)
+
+
+def test_work_classes_grow_with_the_keys():
+    classes = [maps.work_class(n) for n in (0, 1, 64, 65, 128, 129, 256, 257, 2**30)]
+    assert classes == [0, 1, 1, 2, 2, 2, 3, 3, 25]
+    everything = [maps.work_class(n) for n in range(3000)]
+    assert everything == sorted(everything) and max(classes) < 32

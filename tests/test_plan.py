@@ -151,10 +151,14 @@ def forward(**changes):
 
 
 @pytest.mark.parametrize("head_dim", range(8, 257, 8))
-def test_forward_takes_the_narrowest_tile(head_dim):
-    plan = forward(head_dim=head_dim, head_dim_v=head_dim)
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("seqlen_q", [1, 1000])
+def test_forward_takes_the_narrowest_tile(head_dim, num_splits, seqlen_q):
+    plan = forward(head_dim=head_dim, head_dim_v=head_dim, num_splits=num_splits, seqlen_q=seqlen_q)
     tile = min(d for d in (64, 96, 128, 192, 256) if d >= head_dim)
     assert (plan["head_dim"], plan["head_dim_v"]) == (tile, tile)
+    assert plan["output"] == ("partial" if num_splits else "final")
+    assert (plan["block_m"] == 64) == (seqlen_q == 1)
     assert plan["smem_bytes"] <= 227 * 1024
 
 
@@ -162,17 +166,27 @@ def test_forward_packs_heads_where_it_saves_tiles():
     assert forward(seqlen_q=1)["pack_gqa"]
     assert not forward(seqlen_q=1, pack_gqa=0)["pack_gqa"]
     assert not forward(seqlen_q=4096)["pack_gqa"]
-    assert not forward(qhead_per_khead=3, seqlen_q=1, pack_gqa=1)["pack_gqa"], "no whole groups"
     assert not forward(seqlen_q=1)["tma_store"]
 
 
-def test_forward_tiles_cover_every_row():
+@pytest.mark.parametrize("seqlen_q", [1, 100])
+@pytest.mark.parametrize("group", [2, 3, 5, 7, 48, 71, 128, 129, 300])
+def test_forward_packs_whole_groups(group, seqlen_q):
+    plan = forward(qhead_per_khead=group, seqlen_q=seqlen_q, pack_gqa=1)
+    assert plan["pack_gqa"] == (group <= 128)
+    if plan["pack_gqa"]:
+        assert plan["rows_per_tile"] % group == 0
+        assert plan["block_m"] - group < plan["rows_per_tile"] <= plan["block_m"]
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 5])
+def test_forward_tiles_cover_every_row(num_splits):
     for changes in ({}, {"seqlen_q": 1}, {"seqlen_q": 129, "pack_gqa": 1}):
-        plan = forward(**changes)
+        plan = forward(**changes, num_splits=num_splits)
         rows = changes.get("seqlen_q", 1000) * (4 if plan["pack_gqa"] else 1)
         heads = 2 * 4 * (1 if plan["pack_gqa"] else 4)
-        assert plan["row_blocks"] == -(-rows // plan["block_m"])
-        assert plan["num_tiles"] == plan["row_blocks"] * heads
+        assert plan["row_blocks"] == -(-rows // plan["rows_per_tile"])
+        assert plan["num_tiles"] == plan["row_blocks"] * heads * max(num_splits, 1)
         assert plan["grid"] == min(132, plan["num_tiles"])
 
 
@@ -180,3 +194,89 @@ def test_forward_with_a_causal_mask_starts_with_the_longest_tiles():
     assert forward(window_right=0)["last_first"]
     assert not forward()["last_first"]
     assert forward(window_right=0)["dynamic"]
+    assert forward(has_seqused_k=True)["dynamic"]
+
+
+def packed(**changes):
+    problem = {"has_cu_seqlens": True, "sequences": 3, "batch": 1, "max_seqlen_q": 400}
+    return forward(**(problem | {"max_seqlen_k": 400} | changes))
+
+
+def test_packed_forward_reserves_a_tile_per_segment():
+    """Rows before, between and after the sequences are in tiles too: two segments more."""
+    plan = packed(pack_gqa=0)
+    assert plan["num_tiles"] == 16 * (-(-1000 // 128) + 3 + 2)
+    assert plan["schedule_kernel"] in {kernel["name"] for kernel in _native.kernels()}
+    assert plan["dynamic"] and not plan["tma_store"]
+    assert plan["workspace_size"] == 3 + 7 * (3 + 2)
+    assert forward()["workspace_size"] == 1
+    assert forward()["schedule_kernel"] == ""
+
+
+def test_packed_forward_chooses_by_the_longest_sequence():
+    assert packed(max_seqlen_q=1)["block_m"] == 64
+    assert packed(max_seqlen_q=1)["pack_gqa"]
+    assert packed(max_seqlen_q=10**9)["kernel"] == packed(max_seqlen_q=-1)["kernel"]
+    wide = {"window_left": 10**6, "window_right": 10**6}
+    assert packed(**wide)["kernel"] == packed()["kernel"], "bounds nothing"
+
+
+def test_packed_forward_without_rows_is_no_launch():
+    assert packed(seqlen_q=0)["grid"] == 0
+    assert packed(batch=0)["grid"] == 0
+    assert packed(sequences=0)["grid"] > 0, "rows outside every sequence are written"
+
+
+def decode(**changes):
+    problem = {"batch": 1, "heads_kv": 8, "qhead_per_khead": 4, "seqlen_q": 1}
+    return forward(**(problem | {"num_splits": -1} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_splits"),
+    [
+        ({"seqlen_k": 65536}, 14),
+        ({"batch": 8, "seqlen_k": 8192}, 2),
+        ({"batch": 64, "qhead_per_khead": 8, "seqlen_k": 8192}, 0),
+        ({"qhead_per_khead": 8, "seqlen_k": 131072}, 14),
+        ({"batch": 128, "seqlen_k": 1024}, 0),
+        ({"batch": 1, "heads_kv": 1, "seqlen_k": 1 << 24}, 109),
+        ({"seqlen_k": 512}, 0),
+        ({"seqlen_k": 0}, 0),
+        ({"seqlen_q": 0, "seqlen_k": 65536}, 0),
+    ],
+)
+def test_forward_splits_few_tiles(changes, num_splits):
+    assert decode(**changes)["num_splits"] == num_splits
+    if num_splits:
+        assert decode(**changes) == decode(**changes | {"num_splits": num_splits})
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 64, 512, 2048])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_partial_results_take_bounded_memory(seqlen_q, batch, head_dim):
+    problem = {"seqlen_q": seqlen_q, "batch": batch, "head_dim": head_dim, "head_dim_v": head_dim}
+    plan = decode(seqlen_k=1 << 20, heads_kv=1, qhead_per_khead=2, **problem)
+    rows = batch * 2 * seqlen_q
+    partial = plan["num_splits"] * rows * 4 * (head_dim + 1)
+    assert partial <= 2 * rows * (2 * head_dim + 4) + (64 << 20)
+
+
+def test_a_window_needs_few_splits():
+    assert decode(seqlen_k=65536, window_left=255, window_right=0)["num_splits"] == 0
+
+
+@pytest.mark.parametrize("num_splits", [-2, 257])
+def test_forward_split_counts_out_of_range(num_splits):
+    with pytest.raises(ValueError, match=f"num_splits = {num_splits}, allowed: -1 to 256"):
+        forward(num_splits=num_splits)
+
+
+def test_forward_counts():
+    with pytest.raises(NotImplementedError, match="30 bits"):
+        forward(seqlen_k=2**30 + 1)
+    with pytest.raises(NotImplementedError, match="30 bits"):
+        packed(sequences=2**30)
+    with pytest.raises(NotImplementedError, match="30 bits"):
+        forward(batch=2**24, seqlen_q=8192, num_splits=8)

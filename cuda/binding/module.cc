@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+
 #include "device/batch_map.h"
 #include "forward_maps.h"
 #include "host/plan.h"
@@ -61,6 +63,8 @@ nb::dict to_dict(const ForwardConfig& config) {
   return dict;
 }
 
+nb::dict to_dict(const ScheduleConfig&) { return nb::dict(); }
+
 template <typename Kernel>
 nb::dict to_dict(const Kernel& kernel, const char* operation, int num_threads) {
   nb::dict dict = to_dict(kernel.config);
@@ -92,6 +96,9 @@ nb::list kernels() {
   }
   for (const ForwardKernel& kernel : forward_kernels()) {
     list.append(to_dict(kernel, "forward", forward_num_threads(kernel.config)));
+  }
+  for (const ScheduleKernel& kernel : schedule_kernels()) {
+    list.append(to_dict(kernel, "schedule", kernel.config.num_threads));
   }
   return list;
 }
@@ -174,35 +181,51 @@ NB_MODULE(_native, module) {
   module.def(
       "plan_forward",
       [](const std::string& dtype, int64_t batch, int64_t heads_kv, int64_t qhead_per_khead,
-         int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-         int64_t window_left, int64_t window_right, bool has_seqused_q, int pack_gqa, int num_sms) {
+         int64_t sequences, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
+         int64_t head_dim_v, int64_t max_seqlen_q, int64_t max_seqlen_k, int64_t window_left,
+         int64_t window_right, bool has_cu_seqlens, bool has_seqused_q, bool has_seqused_k,
+         int pack_gqa, int64_t num_splits, int num_sms) {
         ForwardProblem problem;
         problem.dtype = parse_data_type(dtype);
         problem.batch = batch;
         problem.heads_kv = heads_kv;
         problem.qhead_per_khead = qhead_per_khead;
+        problem.sequences = sequences;
         problem.seqlen_q = seqlen_q;
         problem.seqlen_k = seqlen_k;
+        problem.max_seqlen_q = max_seqlen_q;
+        problem.max_seqlen_k = max_seqlen_k;
         problem.head_dim = head_dim;
         problem.head_dim_v = head_dim_v;
         problem.window_left = window_left;
         problem.window_right = window_right;
+        problem.has_cu_seqlens = has_cu_seqlens;
         problem.has_seqused_q = has_seqused_q;
+        problem.has_seqused_k = has_seqused_k;
         problem.pack_gqa = static_cast<PackGqa>(pack_gqa);
+        problem.num_splits = num_splits;
         const ForwardPlan plan = plan_forward(problem, DeviceInfo{num_sms});
         nb::dict dict = to_dict(plan);
+        dict["schedule_kernel"] = plan.schedule_kernel;
         dict["pack_gqa"] = plan.pack_gqa;
         dict["tma_store"] = plan.tma_store;
+        dict["num_splits"] = plan.num_splits;
+        dict["rows_per_tile"] = plan.rows_per_tile;
         dict["dynamic"] = plan.dynamic;
         dict["num_tiles"] = plan.num_tiles;
         dict["row_blocks"] = plan.order.row_blocks;
         dict["section_heads"] = plan.order.section_heads;
         dict["last_first"] = plan.order.last_first;
+        dict["workspace_size"] = plan.workspace_size;
         return dict;
       },
-      "dtype"_a, "batch"_a, "heads_kv"_a, "qhead_per_khead"_a, "seqlen_q"_a, "seqlen_k"_a,
-      "head_dim"_a, "head_dim_v"_a, "window_left"_a = -1, "window_right"_a = -1,
-      "has_seqused_q"_a = false, "pack_gqa"_a = -1, "num_sms"_a = 132);
+      nb::kw_only(), "dtype"_a, "batch"_a, "heads_kv"_a, "qhead_per_khead"_a, "sequences"_a = 1,
+      "seqlen_q"_a, "seqlen_k"_a, "head_dim"_a, "head_dim_v"_a, "max_seqlen_q"_a = -1,
+      "max_seqlen_k"_a = -1, "window_left"_a = -1, "window_right"_a = -1,
+      "has_cu_seqlens"_a = false, "has_seqused_q"_a = false, "has_seqused_k"_a = false,
+      "pack_gqa"_a = -1, "num_splits"_a = 0, "num_sms"_a = 132,
+      "The plan of a forward call: which kernel, tiles and workspace. num_splits 0: final results, "
+      "1 or more: partial results, -1: the plan chooses and answers 0 or 2 and more.");
 
   nb::module_ maps = module.def_submodule("index_maps", "The kernels' index maps, for the tests.");
   maps.def("accumulator_coordinate", [](int thread, int index) {
@@ -224,6 +247,20 @@ NB_MODULE(_native, module) {
                  tile_position({row_blocks, heads, section_heads, last_first}, tile);
              return nb::make_tuple(position.row_block, position.head);
            });
+  maps.def("split_blocks", [](int begin, int end, int split, int num_splits) {
+    const KeyBlocks blocks = split_blocks({begin, end, begin, end}, split, num_splits);
+    return nb::make_tuple(blocks.begin, blocks.end);
+  });
+  maps.def("partial_batch", &partial_batch);
+  maps.def("work_class", &work_class);
+  // As a warp would: every lane looks at one of the ends.
+  maps.def("warp_search", [](const std::vector<int>& ends, int key) {
+    return warp_search(static_cast<int>(ends.size()), [&](int low, int step, int last) {
+      int lane = 0;
+      while (ends.at(std::min(low + (lane + 1) * step - 1, last)) <= key) ++lane;
+      return lane;
+    });
+  });
   maps.def("fp8_output_column", &fp8_output_column);
   maps.def("swizzle", &swizzle);
   maps.def("output_panel_columns", &output_panel_columns);

@@ -51,11 +51,15 @@ struct ForwardArguments {
   const void* q;
   const void* k;
   const void* v;
+  const int32_t* cu_seqlens_q;  // null when dense
+  const int32_t* cu_seqlens_k;
   const int32_t* seqused_q;  // null without
   const int32_t* seqused_k;  // null without
   void* o;
   float* lse;
-  int* tile_counter;  // workspace of one element
+  int* workspace;
+  size_t workspace_size;  // integers
+  int inner_batch;        // size of the innermost batch axis
   BatchMap<kNumForwardOperands> batch_map;
   int64_t batches[3];  // batch indices that q, k, v hold
 };

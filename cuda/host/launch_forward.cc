@@ -1,7 +1,10 @@
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 
+#include "device/schedule/params.h"
 #include "host/launch_support.h"
+#include "host/plan_support.h"
 #include "host/registry.h"
 #include "index_maps.h"
 
@@ -29,12 +32,40 @@ void set_scale(ForwardParams& params, float softmax_scale, float softcap) {
   params.logit_unit_log2 = params.logit_unit * kLog2E;
 }
 
+// Finds the packed sequences; resets the tile counter too.
+void launch_schedule(const ForwardArguments& arguments, const ForwardPlan& plan,
+                     const ForwardParams& forward, cudaStream_t stream) {
+  const ForwardProblem& problem = arguments.problem;
+  ScheduleParams params = {};
+  params.batch_map = arguments.batch_map;
+  params.cu_seqlens_q = arguments.cu_seqlens_q;
+  params.cu_seqlens_k = arguments.cu_seqlens_k;
+  params.seqused_q = arguments.seqused_q;
+  params.seqused_k = arguments.seqused_k;
+  params.schedule = forward.schedule;
+  params.total_q = static_cast<int>(problem.seqlen_q);
+  params.total_k = static_cast<int>(problem.seqlen_k);
+  params.max_seqlen_q = plan.max_seqlen_q;
+  params.max_seqlen_k = plan.max_seqlen_k;
+  params.packed_heads = forward.output.qhead_per_khead.divisor;
+  params.rows_per_tile = plan.rows_per_tile;
+  params.tiles_per_row_block = plan.order.heads;
+  for (const ScheduleKernel& kernel : schedule_kernels()) {
+    if (plan.schedule_kernel != kernel.name) continue;
+    launch_kernel(plan.schedule_kernel, symbol_of(schedule_kernels(), plan.schedule_kernel), 1,
+                  kernel.config.num_threads, 0, &params, stream);
+  }
+}
+
 }  // namespace
 
 void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
   const ForwardProblem& problem = arguments.problem;
   const ForwardPlan plan = plan_forward(problem, check_device());
   if (plan.grid == 0) return;
+  require(static_cast<int64_t>(arguments.workspace_size) >= problem.batch * plan.workspace_size,
+          "workspace", static_cast<int64_t>(arguments.workspace_size),
+          "what the plan says, or more");
   const void* const symbol = symbol_of(forward_kernels(), plan.kernel);
   const ForwardConfig& config = plan.config;
   const int64_t group = problem.qhead_per_khead;
@@ -52,7 +83,7 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
         {problem.head_dim, group, problem.seqlen_q, problem.heads_kv, arguments.batches[kQ]},
         {problem.head_dim, q_query_stride, group * problem.head_dim,
          problem.seqlen_q * q_query_stride},
-        {panel, box_group, config.block_m / box_group, 1, 1}, kBytes * panel);
+        {panel, box_group, plan.rows_per_tile / box_group, 1, 1}, kBytes * panel);
     const auto keys_map = [&](const void* base, int64_t head_dim, int64_t batches,
                               int tile_columns) {
       const int64_t key_stride = problem.heads_kv * head_dim;
@@ -67,27 +98,39 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
     params.v_tensor_map =
         keys_map(arguments.v, problem.head_dim_v, arguments.batches[kV], config.head_dim_v);
   }
+  const int64_t num_splits = std::max(plan.num_splits, 1);
   params.output = output_params(
-      plan.kernel, {problem.dtype, arguments.o, arguments.lse, problem.batch, problem.seqlen_q,
-                    problem.heads_kv * group, problem.head_dim_v, plan.pack_gqa ? group : 1,
-                    plan.tma_store, config.head_dim_v, config.block_m});
+      plan.kernel, {problem.dtype, arguments.o, arguments.lse, problem.batch * num_splits,
+                    problem.seqlen_q, problem.heads_kv * group, problem.head_dim_v,
+                    plan.pack_gqa ? group : 1, plan.tma_store, config.head_dim_v, config.block_m});
   params.batch_map = arguments.batch_map;
-  params.seqused_q = arguments.seqused_q;
-  params.seqused_k = arguments.seqused_k;
   params.order = plan.order;
-  params.num_tiles = static_cast<int>(plan.num_tiles);
+  params.rows_per_tile = plan.rows_per_tile;
   params.heads = static_cast<int>(problem.heads_kv * (plan.pack_gqa ? 1 : group));
   params.qhead_per_khead = static_cast<int>(group);
+  params.num_splits = static_cast<int>(num_splits);
+  params.inner_batch = arguments.inner_batch;
   params.seqlen_q = static_cast<int>(problem.seqlen_q);
   params.seqlen_k = static_cast<int>(problem.seqlen_k);
   params.window_left = plan.window_left;
   params.window_right = plan.window_right;
   params.top_left = problem.top_left;
+  params.keys_read_once = plan.keys_read_once;
   set_scale(params, problem.softmax_scale, problem.softcap);
-  if (plan.dynamic) {
-    params.tile_counter = arguments.tile_counter;
-    check(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream),
-          "resetting the tile counter");
+  if (plan.dynamic) params.tile_counter = arguments.workspace + Schedule::kTileCounter;
+  if (problem.has_cu_seqlens) {
+    const int batch_segments = static_cast<int>(problem.sequences + 2);
+    params.schedule = {arguments.workspace, static_cast<int>(problem.batch) * batch_segments,
+                       batch_segments};
+    launch_schedule(arguments, plan, params, stream);
+  } else {
+    params.seqused_q = arguments.seqused_q;
+    params.seqused_k = arguments.seqused_k;
+    params.num_tiles = static_cast<int>(plan.num_tiles);
+    if (plan.dynamic) {
+      check(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream),
+            "resetting the tile counter");
+    }
   }
   launch(plan, symbol, params, stream);
 }

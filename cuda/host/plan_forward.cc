@@ -1,6 +1,7 @@
 #include "host/plan_forward.h"
 
 #include <algorithm>
+#include <array>
 
 #include "host/plan_support.h"
 #include "host/registry.h"
@@ -15,39 +16,120 @@ constexpr int64_t kL2BytesForKeys = 32 << 20;
 // Positions are compared as sums of two lengths in 32 bits.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
 
-// Among the rows that hold the call's columns the narrowest; of these the largest block of keys,
-// which has the most work between two barriers, or with a bounded window the smallest, which masks
-// least.
-const ForwardKernel& choose_kernel(const ForwardProblem& problem, bool bounded) {
-  const ForwardKernel* best = nullptr;
-  const auto columns = [](const ForwardKernel& kernel) {
-    return kernel.config.head_dim + kernel.config.head_dim_v;
+// Rows of the tile for few queries: one warpgroup.
+constexpr int64_t kFewRows = kRowsPerWarpgroup;
+
+// What the call's lengths can be at most.
+struct Bounds {
+  int64_t seqlen_q;  // of a sequence
+  int64_t seqlen_k;
+  int window_left;  // -1 where it excludes no key
+  int window_right;
+
+  bool windowed() const { return window_left >= 0 || window_right >= 0; }
+};
+
+Bounds bounds_of(const ForwardProblem& problem) {
+  const auto longest = [&](int64_t total, int64_t max_seqlen) {
+    return problem.has_cu_seqlens && max_seqlen >= 0 ? std::min(total, max_seqlen) : total;
   };
+  Bounds bounds;
+  bounds.seqlen_q = longest(problem.seqlen_q, problem.max_seqlen_q);
+  bounds.seqlen_k = longest(problem.seqlen_k, problem.max_seqlen_k);
+  // A window that reaches past any position bounds nothing.
+  const int64_t farthest = bounds.seqlen_q + bounds.seqlen_k;
+  const auto clip_window = [&](int64_t window) {
+    return window > farthest ? -1 : static_cast<int>(window);
+  };
+  bounds.window_left = clip_window(problem.window_left);
+  bounds.window_right = clip_window(problem.window_right);
+  return bounds;
+}
+
+// Among the rows that hold the call's columns the narrowest; of these the one for as many query
+// rows; of these the largest block of keys, which has the most work between two barriers, or with a
+// window the smallest, which masks least.
+const ForwardKernel& choose_kernel(const ForwardProblem& problem, Output output, bool windowed,
+                                   bool few_rows) {
+  const auto worse = [&](const ForwardConfig& config) {
+    return std::array{config.head_dim + config.head_dim_v,
+                      (config.block_m == kFewRows) == few_rows ? 0 : 1,
+                      windowed ? config.block_n : -config.block_n};
+  };
+  const ForwardKernel* best = nullptr;
   for (const ForwardKernel& kernel : forward_kernels()) {
     const ForwardConfig& config = kernel.config;
-    if (config.dtype != problem.dtype || config.output != problem.output ||
+    if (config.dtype != problem.dtype || config.output != output ||
         config.head_dim < problem.head_dim || config.head_dim_v < problem.head_dim_v) {
       continue;
     }
-    const bool better =
-        best == nullptr || columns(kernel) < columns(*best) ||
-        (columns(kernel) == columns(*best) &&
-         (bounded ? config.block_n < best->config.block_n : config.block_n > best->config.block_n));
-    if (better) best = &kernel;
+    if (best == nullptr || worse(config) < worse(best->config)) best = &kernel;
   }
   if (best == nullptr) throw NotCovered("no forward kernel of the table covers this call");
   return *best;
 }
 
-bool choose_packing(const ForwardProblem& problem, int block_m) {
+// Rows of a tile when heads are packed: whole groups, one box of the tensor map; 0 if none fits.
+int64_t packed_rows(int64_t block_m, int64_t group) { return block_m / group * group; }
+
+bool choose_packing(const ForwardProblem& problem, const Bounds& bounds, int block_m) {
   const int64_t group = problem.qhead_per_khead;
-  // A tile takes whole groups, one box of the tensor map.
-  if (group == 1 || block_m % group != 0 || problem.pack_gqa == PackGqa::off) return false;
+  if (group == 1 || group > block_m || problem.pack_gqa == PackGqa::off) return false;
   if (problem.pack_gqa == PackGqa::on) return true;
   // Packed O takes the slower predicated path: pack where it saves a tenth of the tiles.
-  const int64_t unpacked = group * ceil_div(problem.seqlen_q, block_m);
-  const int64_t packed = ceil_div(problem.seqlen_q * group, block_m);
+  const int64_t unpacked = group * ceil_div(bounds.seqlen_q, block_m);
+  const int64_t packed = ceil_div(bounds.seqlen_q * group, packed_rows(block_m, group));
   return 10 * packed <= 9 * unpacked;
+}
+
+// Tiles of one split. What cuts packed sequences into tiles is known on the device only: here, as
+// if all but the last tile of each were full.
+int64_t expected_tiles(const ForwardProblem& problem, const Bounds& bounds, int64_t heads,
+                       int64_t packed_heads, int64_t rows_per_tile) {
+  if (!problem.has_cu_seqlens) {
+    return problem.batch * heads * ceil_div(problem.seqlen_q * packed_heads, rows_per_tile);
+  }
+  const int64_t longest = ceil_div(bounds.seqlen_q * packed_heads, rows_per_tile);
+  return problem.batch * heads *
+         std::min(problem.sequences * longest,
+                  problem.sequences + problem.seqlen_q * packed_heads / rows_per_tile);
+}
+
+// The smallest number of splits whose waves of tiles are nearly as full as those of any: see
+// kernels.md for where it comes from.
+int64_t choose_splits(const ForwardProblem& problem, const Bounds& bounds, int64_t tiles,
+                      const ForwardConfig& config, int num_sms) {
+  constexpr int64_t kMaxSplits = 128;
+  int64_t keys = bounds.seqlen_k;
+  if (bounds.window_left >= 0 && bounds.window_right >= 0) {
+    keys = std::min<int64_t>(keys, bounds.window_left + bounds.window_right + config.block_m);
+  }
+  const int64_t blocks = ceil_div(keys, config.block_n);
+  if (tiles == 0 || 10 * tiles >= 8 * num_sms || blocks <= 4) return 1;
+  // Partial results may take twice the memory of the final ones and 64 MiB.
+  constexpr int64_t kFreeBytes = 64 << 20;
+  const int64_t rows =
+      problem.batch * problem.heads_kv * problem.qhead_per_khead * problem.seqlen_q;
+  const int64_t partial_bytes = rows * 4 * (problem.head_dim_v + 1);
+  const int64_t final_bytes = rows * (size_bytes(problem.dtype) * problem.head_dim_v + 4);
+  const int64_t affordable = (2 * final_bytes + kFreeBytes) / partial_bytes;
+  const int64_t most = std::min({kMaxSplits, blocks, affordable});
+  const auto efficiency = [&](int64_t splits) {
+    const int64_t count = tiles * splits;
+    return static_cast<double>(count) / static_cast<double>(ceil_div(count, num_sms) * num_sms);
+  };
+  // More splits that leave the longest share as long gain nothing.
+  const auto eligible = [&](int64_t splits) {
+    return splits == 1 || ceil_div(blocks, splits) != ceil_div(blocks, splits - 1);
+  };
+  double best = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    if (eligible(splits)) best = std::max(best, efficiency(splits));
+  }
+  for (int64_t splits = 1; splits < most; ++splits) {
+    if (eligible(splits) && efficiency(splits) >= 0.85 * best) return splits;
+  }
+  return std::max<int64_t>(most, 1);
 }
 
 }  // namespace
@@ -58,48 +140,88 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   require(problem.qhead_per_khead >= 1, "qhead_per_khead", problem.qhead_per_khead, "1 or more");
   require(problem.window_left >= -1, "window_left", problem.window_left, "-1 or more");
   require(problem.window_right >= -1, "window_right", problem.window_right, "-1 or more");
+  require(problem.num_splits >= kChooseSplits && problem.num_splits <= kCombineMaxSplits,
+          "num_splits", problem.num_splits, "-1 to 256");
   if (problem.seqlen_q * problem.qhead_per_khead > kMaxLength || problem.seqlen_k > kMaxLength) {
     throw NotCovered("sequences are counted in 30 bits");
   }
-  ForwardPlan plan;
-  // A window that reaches past any position bounds nothing.
-  const int64_t farthest = problem.seqlen_q + problem.seqlen_k;
-  const auto clip = [&](int64_t window) {
-    return window > farthest ? -1 : static_cast<int>(window);
-  };
-  plan.window_left = clip(problem.window_left);
-  plan.window_right = clip(problem.window_right);
-  const bool bounded = plan.window_left >= 0 || plan.window_right >= 0;
-  const ForwardKernel& kernel = choose_kernel(problem, bounded);
-  plan.config = kernel.config;
-  plan.kernel = kernel.name;
-  plan.built = kernel.symbol != nullptr;
-  plan.pack_gqa = choose_packing(problem, plan.config.block_m);
-  plan.tma_store = plan.config.output == Output::final && !plan.pack_gqa && !problem.has_seqused_q;
-
+  const Bounds bounds = bounds_of(problem);
   const int64_t group = problem.qhead_per_khead;
-  const int64_t rows = problem.seqlen_q * (plan.pack_gqa ? group : 1);
-  const int64_t heads = problem.batch * problem.heads_kv * (plan.pack_gqa ? 1 : group);
-  const int64_t row_blocks = ceil_div(rows, plan.config.block_m);
-  plan.num_tiles = row_blocks * heads;
+  ForwardPlan plan;
+  plan.max_seqlen_q = static_cast<int>(bounds.seqlen_q);
+  plan.max_seqlen_k = static_cast<int>(bounds.seqlen_k);
+  plan.window_left = bounds.window_left;
+  plan.window_right = bounds.window_right;
+
+  // Tiles of final and partial results are alike.
+  const Output output = problem.num_splits > 0 ? Output::partial : Output::final;
+  const int full_block_m = choose_kernel(problem, output, bounds.windowed(), false).config.block_m;
+  plan.pack_gqa = choose_packing(problem, bounds, full_block_m);
+  const int64_t packed_heads = plan.pack_gqa ? group : 1;
+  const bool few_rows = bounds.seqlen_q * packed_heads <= kFewRows;
+  const ForwardKernel* kernel = &choose_kernel(problem, output, bounds.windowed(), few_rows);
+  plan.num_splits = static_cast<int>(problem.num_splits);
+  const auto rows_per_tile = [&] {
+    const int block_m = kernel->config.block_m;
+    return plan.pack_gqa ? packed_rows(block_m, group) : block_m;
+  };
+  const int64_t heads = problem.heads_kv * (plan.pack_gqa ? 1 : group);
+  if (problem.num_splits == kChooseSplits) {
+    const int64_t tiles = expected_tiles(problem, bounds, heads, packed_heads, rows_per_tile());
+    const int64_t splits = choose_splits(problem, bounds, tiles, kernel->config, device.num_sms);
+    plan.num_splits = splits == 1 ? 0 : static_cast<int>(splits);
+    if (splits > 1) {
+      kernel = &choose_kernel(problem, Output::partial, bounds.windowed(), few_rows);
+    }
+  }
+  plan.config = kernel->config;
+  plan.kernel = kernel->name;
+  plan.built = kernel->symbol != nullptr;
+  plan.rows_per_tile = static_cast<int>(rows_per_tile());
+  plan.tma_store = plan.config.output == Output::final && !plan.pack_gqa &&
+                   !problem.has_seqused_q && !problem.has_cu_seqlens;
+
+  const int64_t splits = std::max(plan.num_splits, 1);
+  int64_t row_blocks = ceil_div(problem.seqlen_q * packed_heads, plan.rows_per_tile);
+  int64_t order_heads = heads * splits;
+  plan.workspace_size = 1;
+  if (problem.has_cu_seqlens) {
+    const ScheduleKernel& schedule = schedule_kernels().front();
+    plan.schedule_kernel = schedule.name;
+    plan.built = plan.built && schedule.symbol != nullptr;
+    plan.workspace_size = Schedule::size(problem.sequences);
+    // Each segment may end with a tile that is not full.
+    row_blocks += problem.sequences + 2;
+    if (problem.batch * (problem.sequences + 2) > kInt32Max / 2) {
+      throw NotCovered("packed sequences are counted in 30 bits");
+    }
+  } else {
+    order_heads *= problem.batch;
+  }
+  plan.num_tiles = problem.batch * heads * splits * row_blocks;
+  if (problem.seqlen_q == 0) plan.num_tiles = 0;
   if (plan.num_tiles > kInt32Max / 2) throw NotCovered("tiles are counted in 30 bits");
+
   // Without a causal mask all tiles are alike, and the fewest heads at a time are best for the
   // cache. With one, many heads' tiles from the longest to the shortest keep the multiprocessors
   // even.
   const bool longest_last = plan.window_right >= 0 && plan.window_left < 0;
   const int64_t bytes_per_head = std::max<int64_t>(
-      1, problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype));
+      1, bounds.seqlen_k * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype));
   const int64_t group_heads = plan.pack_gqa ? 1 : group;
   const int64_t section = longest_last
                               ? std::max<int64_t>(1, kL2BytesForKeys / bytes_per_head) * group_heads
                               : group_heads;
   plan.order.row_blocks = static_cast<int>(row_blocks);
-  plan.order.heads = static_cast<int>(heads);
-  plan.order.section_heads = static_cast<int>(std::max<int64_t>(1, std::min(section, heads)));
+  plan.order.heads = static_cast<int>(order_heads);
+  plan.order.section_heads =
+      static_cast<int>(std::max<int64_t>(1, std::min(section * splits, order_heads)));
   plan.order.last_first = longest_last;
+  plan.keys_read_once = bounds.seqlen_q * packed_heads <= plan.rows_per_tile && group_heads == 1;
   plan.grid = static_cast<int>(std::min<int64_t>(plan.num_tiles, device.num_sms));
-  plan.dynamic =
-      plan.num_tiles > plan.grid && (bounded || problem.has_seqused_q || problem.has_seqused_k);
+  plan.dynamic = problem.has_cu_seqlens ||
+                 (plan.num_tiles > plan.grid &&
+                  (bounds.windowed() || problem.has_seqused_q || problem.has_seqused_k));
   plan.num_threads = forward_num_threads(plan.config);
   plan.smem_bytes = forward_smem_bytes(plan.config);
   return plan;

@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <string>
 
-namespace fa {
+#include "index_maps.h"
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+namespace fa {
 
 inline constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 

@@ -11,10 +11,12 @@ namespace fa {
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages) \
   const void*                                                                         \
       forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages##_symbol();
+#define SCHEDULE_KERNEL(num_threads) const void* schedule_##num_threads##_symbol();
 #include "built_kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
 #undef FORWARD_KERNEL
+#undef SCHEDULE_KERNEL
 
 namespace {
 
@@ -34,10 +36,12 @@ const std::vector<BuiltKernel>& built_kernels() {
   {"forward_" #dtype "_" #head_dim "_" #head_dim_v "_" #output "_" #block_m "_" #block_n \
    "_" #stages,                                                                          \
    forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages##_symbol()},
+#define SCHEDULE_KERNEL(num_threads) {"schedule_" #num_threads, schedule_##num_threads##_symbol()},
 #include "built_kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
 #undef FORWARD_KERNEL
+#undef SCHEDULE_KERNEL
   };
   return kernels;
 }
@@ -59,10 +63,12 @@ const std::vector<EpilogueKernel>& epilogue_kernels() {
    "epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, nullptr},
 #define COMBINE_KERNEL(dtype, head_dim)
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
+#define SCHEDULE_KERNEL(num_threads)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
 #undef FORWARD_KERNEL
+#undef SCHEDULE_KERNEL
     };
     for (EpilogueKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
     return table;
@@ -77,10 +83,12 @@ const std::vector<CombineKernel>& combine_kernels() {
 #define COMBINE_KERNEL(dtype, head_dim) \
   {CombineConfig{DataType::dtype, head_dim}, "combine_" #dtype "_" #head_dim, nullptr},
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
+#define SCHEDULE_KERNEL(num_threads)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
 #undef FORWARD_KERNEL
+#undef SCHEDULE_KERNEL
     };
     for (CombineKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
     return table;
@@ -98,12 +106,34 @@ const std::vector<ForwardKernel>& forward_kernels() {
    "forward_" #dtype "_" #head_dim "_" #head_dim_v "_" #output "_" #block_m "_" #block_n           \
    "_" #stages,                                                                                    \
    nullptr},
+#define SCHEDULE_KERNEL(num_threads)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
 #undef FORWARD_KERNEL
+#undef SCHEDULE_KERNEL
     };
     for (ForwardKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
+    return table;
+  }();
+  return kernels;
+}
+
+const std::vector<ScheduleKernel>& schedule_kernels() {
+  static const std::vector<ScheduleKernel> kernels = [] {
+    std::vector<ScheduleKernel> table = {
+#define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)
+#define COMBINE_KERNEL(dtype, head_dim)
+#define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
+#define SCHEDULE_KERNEL(num_threads) \
+  {ScheduleConfig{num_threads}, "schedule_" #num_threads, nullptr},
+#include "kernels.def"
+#undef EPILOGUE_KERNEL
+#undef COMBINE_KERNEL
+#undef FORWARD_KERNEL
+#undef SCHEDULE_KERNEL
+    };
+    for (ScheduleKernel& kernel : table) kernel.symbol = find_symbol(kernel.name);
     return table;
   }();
   return kernels;

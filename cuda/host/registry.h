@@ -26,8 +26,15 @@ struct ForwardKernel {
   const void* symbol;
 };
 
+struct ScheduleKernel {
+  ScheduleConfig config;
+  const char* name;
+  const void* symbol;
+};
+
 const std::vector<EpilogueKernel>& epilogue_kernels();
 const std::vector<CombineKernel>& combine_kernels();
 const std::vector<ForwardKernel>& forward_kernels();
+const std::vector<ScheduleKernel>& schedule_kernels();
 
 }  // namespace fa

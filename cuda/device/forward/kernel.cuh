@@ -2,8 +2,8 @@
 // fp32 inside.
 //
 // Persistent, one CTA per multiprocessor, warp-specialised: 1 ... 3 consumer warpgroups of 64 query
-// rows each, then a producer warpgroup of which one warp works and whose registers go to the
-// others.
+// rows each, then a warpgroup of which two warps work, producer and scheduler, and whose registers
+// go to the others.
 //
 //   scheduler  the next tile, and what it consists of           tile_scheduler.cuh, forward_maps.h
 //   producer   TMA: Q per tile, K and V in rings of stages      producer.cuh
@@ -22,7 +22,7 @@
 //   o_done                           see o_done.cuh; the producer waits before a tile's first V;
 //                                    O has left V's shared memory
 //
-// Tiles without a key block touch none of these. Tile slot: see tile_scheduler.cuh. Named barriers:
+// Tiles without a key block touch none of these. Tile slots: see tile_scheduler.cuh. Named barriers:
 // see traits.cuh.
 #pragma once
 
@@ -38,25 +38,23 @@ __device__ void forward_consumer(const ForwardParams& params,
   using Traits = ForwardTraits<kConfig>;
   using Output = typename Traits::OutputType;
   ForwardMainloop<kConfig> mainloop(params, smem, thread);
-  uint32_t slot_phase = 0;
+  TileQueue::Ring slot;
   while (true) {
-    uint32_t q_phase;
-    int index = smem.tile.take(q_phase, slot_phase, thread);
-    if (index == TileSlot::kNoMore) return;
-    const auto tile = forward_tile<Traits::kBlockM, Traits::kBlockN>(params, index);
+    const ForwardTile& tile = smem.tiles.get(slot);
+    if (tile.none()) return;
     if (tile.blocks.empty()) {
-      Output::store_empty(params.output, forward_output_tile<Traits::kBlockM>(params, index),
-                          thread);
+      Output::store_empty(params.output, tile.output, thread);
+      smem.tiles.release(slot, thread);
       continue;
     }
     float o[Traits::kHeadDimV / 2];
     OnlineSoftmax softmax;
-    mainloop.run(tile, q_phase, o, softmax);
-    // What the epilogue derives from these would spill if it were kept through the main loop.
-    index = opaque(index);
+    mainloop.run(tile, tile.q_phase, o, softmax);
+    // What the epilogue derives from it would spill if it were kept through the main loop.
     thread = opaque(thread);
-    const OutputTile output = forward_output_tile<Traits::kBlockM>(params, index);
-    const int used_rows = num_used_rows(params, output);
+    const OutputTile output = tile.output;
+    const int used_rows = tile.used_rows;
+    smem.tiles.release(slot, thread);
     RowStatistics statistics[2];
     float lse[2];
 #pragma unroll
@@ -100,7 +98,7 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
     }
     Barrier::init(&smem.q_full, 1);
     Barrier::init(&smem.q_empty, Traits::kConsumerWarps);
-    smem.tile.initialise(Traits::kConsumerWarps);
+    smem.tiles.initialise(Traits::kConsumerWarps + 1);
     smem.o_done.init(ODone<1>::arrivals(Traits::OutputType::num_signalling_threads(params.output)));
     cutlass::arch::fence_barrier_init();
   }
@@ -110,6 +108,8 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
     if (threadIdx.x / kWarpSize == Traits::kConsumerWarps) {
       ForwardProducer<kConfig>(params, smem).run();
+    } else if (threadIdx.x / kWarpSize == Traits::kConsumerWarps + 1) {
+      run_tile_scheduler<Traits::kBlockN>(params, smem.tiles);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();

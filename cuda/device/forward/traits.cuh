@@ -91,7 +91,7 @@ struct ForwardTraits {
     uint64_t v_full[kStages], v_empty[kStages];
     uint64_t q_full, q_empty;
     cutlass::arch::ClusterBarrier o_done;
-    TileSlot tile;
+    TileQueue tiles;
   };
   static_assert(kBlockM <= kStages * kBlockN, "O does not fit into V's shared memory");
   static_assert(sizeof(Smem) == forward_smem_bytes(kConfig));
