@@ -19,6 +19,9 @@ from jax_fa_epilogue.primitives_epilogue import combine_p, epilogue_operands, ep
 from jax_fa_epilogue.primitives_forward import forward_p, operand_names
 from jax_fa_epilogue.varying import match_varying
 
+# A call outside jax.jit is one program as well, in which reshapes and transposes cost nothing.
+_as_one_program = functools.partial(jax.jit, inline=True)
+
 
 def ready(name: str, operands: list[jax.Array]) -> list[jax.Array]:
     """Operands as the operations want them: varying alike, and saying `name` in forward mode."""
@@ -45,6 +48,7 @@ def epilogue_reference(facts: problem.EpilogueProblem, *operands: jax.Array) -> 
     )
 
 
+@functools.partial(_as_one_program, static_argnums=(0, 1))
 def _bind_epilogue(
     facts: problem.EpilogueProblem, implementation: str, *operands: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -109,6 +113,7 @@ epilogue.defvjp(_epilogue_forward, _epilogue_backward)
 # ---- Combine ------------------------------------------------------------------------------------
 
 
+@functools.partial(_as_one_program, static_argnums=(0, 1, 2))
 def _bind_combine(
     facts: problem.CombineProblem,
     implementation: str,
@@ -160,6 +165,7 @@ combine.defvjp(_combine_forward, _combine_backward)
 # ---- Attention ----------------------------------------------------------------------------------
 
 
+@functools.partial(_as_one_program, static_argnums=(0, 1))
 def _bind_forward(
     facts: problem.AttentionProblem, launch: plans.Launch, *operands: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -202,6 +208,7 @@ def _bind_forward(
     return (out[:, 0], lse[:, 0]) if extra else (out, lse)
 
 
+@functools.partial(_as_one_program, static_argnums=(0, 1))
 def _attend(
     facts: problem.AttentionProblem, launch: plans.Launch, *operands: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
