@@ -159,9 +159,15 @@ OPERATIONS = {
     ),
 }
 EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-# Splitting adds a second kernel to what "attention" shows, and time.
-MOST = {name: x for name, x in OPERATIONS.items() if name != "attention_splits"}
-MOST = pytest.mark.parametrize("operation", MOST.values(), ids=MOST)
+
+
+def _without(*names):
+    chosen = {name: x for name, x in OPERATIONS.items() if name not in names}
+    return pytest.mark.parametrize("operation", chosen.values(), ids=chosen)
+
+
+# Splits and packing add time, and little where they cannot interfere with what a test is about.
+MOST, SOME = _without("attention_splits"), _without("attention_splits", "attention_varlen")
 MAPPED_COPIES = 3
 
 
