@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+import pytest
 
 import jax_fa_epilogue as fa
 from jax_fa_epilogue import native
@@ -47,13 +48,27 @@ class Case:
     def __str__(self):
         default = Case()
         fields = dataclasses.asdict(self).items()
-        changed = [f"{k}={v}" for k, v in fields if v != getattr(default, k)]
+        changed = [
+            f"{k}={len(v) if k == 'lengths' else v}" for k, v in fields if v != getattr(default, k)
+        ]
         return "-".join(changed).replace(" ", "") or "default"
 
     @property
     def mask(self):
         """Keywords of the mask, as the oracle takes them."""
         return {"causal": self.causal, "window": self.window}
+
+
+def parametrize(cases):
+    """All cases for the kernels; each fifth elsewhere: the reference has tests of its own."""
+    everywhere = set(cases[::5])
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(case, id=str(case), marks=() if case in everywhere else pytest.mark.gpu)
+            for case in cases
+        ],
+    )
 
 
 def make(case, seed=0, garbage=np.nan):

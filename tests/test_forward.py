@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from attention_cases import BEST, Case, assert_close, call, check, expect, make, prepare
+from attention_cases import (
+    BEST,
+    Case,
+    assert_close,
+    call,
+    check,
+    expect,
+    make,
+    parametrize,
+    prepare,
+)
 
 import jax_fa_epilogue as fa
 
@@ -47,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@parametrize(CASES)
 def test_values(case, poison):
     check(case, poison)
 

@@ -19,6 +19,7 @@ from attention_cases import (
     expect,
     function_of,
     make,
+    parametrize,
     prepare,
 )
 
@@ -58,7 +59,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@parametrize(CASES)
 def test_values(case, poison):
     check(case, poison)
 
