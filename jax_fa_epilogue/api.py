@@ -1,4 +1,4 @@
-"""The public functions: documentation, validation, derivatives, choice of the implementation.
+"""The public functions: documentation, validation, choice of the implementation.
 
 Letters in shapes: ``B`` batch or number of sequences, ``Sq``/``Sk`` query/key length, ``Hq`` query
 heads, ``Hk`` key/value heads (``Hq = G * Hk``), ``D`` width of q and k, ``Dv`` width of v,
@@ -13,8 +13,6 @@ capability 9.0) and the call are covered, and the XLA reference elsewhere.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -22,12 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_fa_epilogue import _native, native, primitives, problem, reference
-from jax_fa_epilogue.varying import match_varying
+from jax_fa_epilogue import derivatives, plans, problem, reference
 
 Implementation = Literal["cuda", "xla"] | None
-
-_KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # as in the kernel table
 
 
 def epilogue(
@@ -101,9 +96,9 @@ def epilogue(
     operands = (acc, lse, row_max, row_sum, _int32(cu_seqlens), _int32(seqused))
     operands = [jnp.asarray(x) for x in operands if x is not None]
     if implementation == "xla":
-        return _epilogue_reference(facts, *operands)
-    chosen = _choose("epilogue", implementation, lambda: _epilogue_plan(facts))
-    return _epilogue(facts, chosen, *_ready("epilogue", operands))
+        return derivatives.epilogue_reference(facts, *operands)
+    chosen, _ = plans.choose("epilogue", implementation, lambda: plans.epilogue(facts))
+    return derivatives.epilogue(facts, chosen, *derivatives.ready("epilogue", operands))
 
 
 def combine(
@@ -133,8 +128,8 @@ def combine(
     """
     facts = problem.combine(out_partial, lse_partial, out_dtype=out_dtype)
     operands = [jnp.asarray(out_partial), jnp.asarray(lse_partial)]
-    chosen = _choose("combine", None, lambda: _combine_plan(facts))
-    return _combine(facts, chosen, *_ready("combine", operands))
+    chosen, _ = plans.choose("combine", None, lambda: plans.combine(facts))
+    return derivatives.combine(facts, chosen, *derivatives.ready("combine", operands))
 
 
 def flash_attention(
@@ -183,12 +178,13 @@ def flash_attention(
     Raises:
       ValueError: wrong shapes or keywords, concrete lengths that do not fit.
       TypeError: wrong dtypes or kinds of arguments.
-      NotImplementedError: ``implementation="cuda"``: this version has no attention kernels; fp8.
+      NotImplementedError: ``implementation="cuda"`` where no kernel can run (float32, or a pair of
+        D and Dv without a kernel: `plan` tells); fp8; forward-mode and second derivatives.
 
     The computation is FlashAttention (Dao et al., 2022; Shah et al., 2024).
     """
-    _no_kernel("flash_attention", implementation)
-    return reference.flash_attention(
+    problem.check_implementation(implementation)
+    facts = problem.flash_attention(
         q,
         k,
         v,
@@ -203,6 +199,9 @@ def flash_attention(
         deterministic=deterministic,
         return_lse=return_lse,
     )
+    descriptors = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    out, lse = _attend("flash_attention", facts, implementation, q, k, v, descriptors)
+    return (out, lse) if return_lse else out
 
 
 def flash_attention_varlen(  # noqa: D417
@@ -252,8 +251,8 @@ def flash_attention_varlen(  # noqa: D417
       TypeError: wrong dtypes or kinds of arguments.
       NotImplementedError: as for `flash_attention`.
     """
-    _no_kernel("flash_attention_varlen", implementation)
-    return reference.flash_attention_varlen(
+    problem.check_implementation(implementation)
+    facts = problem.flash_attention_varlen(
         q,
         k,
         v,
@@ -272,6 +271,14 @@ def flash_attention_varlen(  # noqa: D417
         deterministic=deterministic,
         return_lse=return_lse,
     )
+    descriptors = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
+    out, lse = _attend("flash_attention_varlen", facts, implementation, q, k, v, descriptors)
+    return (out, lse) if return_lse else out
 
 
 def flash_attention_partials(  # noqa: D417
@@ -303,14 +310,16 @@ def flash_attention_partials(  # noqa: D417
     Returns:
       out_partial float32 ``(N, B, Sq, Hq, Dv)`` and lse_partial float32 ``(N, B, Hq, Sq)``, each
       part normalised on its own. ``combine(*flash_attention_partials(...))`` is `flash_attention`.
+      Which keys make up a part depends on the implementation, and with the call on whether it is
+      differentiated: then the XLA reference runs.
 
     Raises:
       ValueError: wrong shapes or keywords, concrete lengths that do not fit.
       TypeError: wrong dtypes or kinds of arguments.
       NotImplementedError: as for `flash_attention`.
     """
-    _no_kernel("flash_attention_partials", implementation)
-    return reference.flash_attention_partials(
+    problem.check_implementation(implementation)
+    facts = problem.flash_attention_partials(
         q,
         k,
         v,
@@ -324,6 +333,9 @@ def flash_attention_partials(  # noqa: D417
         pack_gqa=pack_gqa,
         deterministic=deterministic,
     )
+    descriptors = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    name = "flash_attention_partials"
+    return _attend(name, facts, implementation, q, k, v, descriptors, partial=True)
 
 
 def dot_product_attention(
@@ -347,7 +359,8 @@ def dot_product_attention(
       query: ``(B, Sq, Hq, D)`` or ``(Sq, Hq, D)``, bfloat16, float16 or float32.
       key: ``(B, Sk, Hk, D)`` or ``(Sk, Hk, D)``, dtype of query.
       value: ``(B, Sk, Hk, Dv)`` or ``(Sk, Hk, Dv)``, dtype of query.
-      bias: added to the scaled logits; broadcasts to ``(B, Hq, Sq, Sk)``.
+      bias: added to the scaled logits; broadcasts to ``(B, Hq, Sq, Sk)``. The kernels take neither
+        a bias nor a mask: with one of them the XLA reference runs.
       mask: bool, True where a query may see a key; broadcasts to ``(B, Hq, Sq, Sk)``.
       scale: factor on ``query.key``; None is ``1 / sqrt(D)``.
       is_causal: query i sees key j where ``j <= i`` (aligned top-left).
@@ -367,8 +380,8 @@ def dot_product_attention(
       TypeError: wrong dtypes or kinds of arguments.
       NotImplementedError: as for `flash_attention`.
     """
-    _no_kernel("dot_product_attention", implementation)
-    return reference.dot_product_attention(
+    problem.check_implementation(implementation)
+    facts = problem.dot_product_attention(
         query,
         key,
         value,
@@ -381,72 +394,86 @@ def dot_product_attention(
         local_window_size=local_window_size,
         return_residual=return_residual,
     )
+    q, k, v = (x if x.ndim == 4 else x[None] for x in map(jnp.asarray, (query, key, value)))
+    lengths = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths}
+    if bias is None and mask is None:
+        out, lse = _attend("dot_product_attention", facts, implementation, q, k, v, lengths)
+    elif implementation == "cuda":
+        raise NotImplementedError(
+            "jax_fa_epilogue.dot_product_attention: implementation='cuda' is not available: "
+            "no kernel takes a bias or a mask"
+        )
+    else:
+        out, lse = reference.attend(facts, q, k, v, lengths, bias, mask)
+    lse = jnp.swapaxes(lse, 1, 2)
+    out, lse = (out, lse) if query.ndim == 4 else (out[0], lse[0])
+    return (out, lse) if return_residual else out
 
 
-def _no_kernel(name: str, implementation: Implementation) -> None:
+def plan(  # noqa: D417
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    implementation: Implementation = None,
+) -> plans.Plan:
+    """Tell how a call of `flash_attention` or `flash_attention_varlen` would run, without running.
+
+    Args:
+      q: as in that call; ``jax.ShapeDtypeStruct`` will do for all arrays.
+      cu_seqlens_q: given for `flash_attention_varlen`, with the other three of its arguments.
+
+    All arguments are those of the call.
+
+    Returns:
+      The plan, to be printed or to be looked at. It depends on shapes, static arguments and the
+      kind of device alone; where there is no CUDA device it is that for an H200.
+
+    Raises:
+      ValueError: as the call.
+      TypeError: as the call.
+    """
     problem.check_implementation(implementation)
-    if implementation == "cuda":
-        raise NotImplementedError(
-            f"jax_fa_epilogue.{name}: implementation='cuda' is not available: this version has no "
-            "CUDA kernel for it; implementation=None runs the XLA reference"
-        )
-
-
-def _choose(name: str, implementation: Implementation, plan: Callable[[], dict[str, Any]]) -> str:
-    """The primitives' parameter `implementation` for a call whose kernel `plan` tells."""
-    reason = native.unsupported_here()
-    if reason is None:
-        try:
-            chosen = plan()
-            if not chosen["built"]:
-                reason = f"kernel {chosen['kernel']} is not built"
-        except NotImplementedError as error:
-            reason = str(error)
-    if implementation is None:
-        return "auto" if reason is None else "xla"
-    if reason is not None:
-        raise NotImplementedError(
-            f"jax_fa_epilogue.{name}: implementation='cuda' is not available: {reason}"
-        )
-    return "cuda"
-
-
-def _sizes(**sizes: Any) -> dict[str, int]:
-    """Sizes for the plan; it chooses the kernel independently of those that may be symbolic."""
-    return {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
-
-
-def _epilogue_plan(facts: problem.EpilogueProblem) -> dict[str, Any]:
-    varlen = facts.has_cu_seqlens
-    return _native.plan_epilogue(
-        out_dtype=_KERNEL_DTYPES[facts.out_dtype.name],
-        fp8_permuted_columns=facts.fp8_permuted_columns,
-        has_seqused=facts.has_seqused,
-        **_sizes(
-            batch=(1 if varlen else facts.batch) * (facts.num_splits or 1),
-            heads_kv=facts.heads,
-            sequences=facts.batch if varlen else 1,
-            rows=facts.rows,
-            head_dim=facts.head_dim,
-            qhead_per_khead=facts.qhead_per_khead,
-            total_q=facts.total_q if varlen else -1,
-        ),
-    )
-
-
-def _combine_plan(facts: problem.CombineProblem) -> dict[str, Any]:
-    if facts.partial_dtype != np.float32:
-        raise NotImplementedError(f"no kernel for partial results in {facts.partial_dtype}")
-    return _native.plan_combine(
-        out_dtype=_KERNEL_DTYPES[facts.out_dtype.name],
-        **_sizes(
-            batch=1 if facts.batch is None else facts.batch,
-            heads=facts.heads,
-            seqlen=facts.seqlen,
-            head_dim=facts.head_dim,
-            num_splits=facts.num_splits,
-        ),
-    )
+    keywords = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "softcap": softcap,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+        "num_splits": num_splits,
+        "pack_gqa": pack_gqa,
+        "deterministic": deterministic,
+        "return_lse": return_lse,
+    }
+    packing = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+    absent = [name for name, value in packing.items() if value is None]
+    if len(absent) == len(packing):
+        facts = problem.flash_attention(q, k, v, **keywords)
+    elif absent:
+        raise ValueError(f"{absent[0]} is missing; packed sequences need {', '.join(packing)}")
+    else:
+        facts = problem.flash_attention_varlen(q, k, v, **packing, **keywords)
+    return plans.describe(facts, implementation)
 
 
 def _int32(descriptor: ArrayLike | None) -> jax.Array | None:
@@ -457,131 +484,25 @@ def _int32(descriptor: ArrayLike | None) -> jax.Array | None:
     return jnp.clip(jnp.asarray(descriptor), limits.min, limits.max).astype(jnp.int32)
 
 
-def _ready(name: str, operands: list[jax.Array]) -> list[jax.Array]:
-    """Operands as a custom_vjp around a primitive wants them."""
-    return primitives.reverse_only(name, *match_varying(operands))
-
-
-def _epilogue_reference(facts: problem.EpilogueProblem, *operands: jax.Array) -> Any:
-    named = primitives.epilogue_operands(
-        operands,
-        normalised=facts.normalised,
-        has_cu_seqlens=facts.has_cu_seqlens,
-        has_seqused=facts.has_seqused,
-    )
-    return reference.epilogue(
-        **named,
-        out_dtype=facts.out_dtype,
-        qhead_per_khead=facts.qhead_per_khead,
-        total_q=facts.total_q,
-        fp8_permuted_columns=facts.fp8_permuted_columns,
-    )
-
-
-def _bind_epilogue(
-    facts: problem.EpilogueProblem, implementation: str, *operands: jax.Array
+def _attend(
+    name: str,
+    facts: problem.AttentionProblem,
+    implementation: Implementation,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    descriptors: dict[str, ArrayLike | None],
+    *,
+    partial: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Bind epilogue_p on its logical forms; memory order stays as it is."""
-    splits = 0 if facts.num_splits is None else 1
-    num_floats = 2 if facts.normalised else 3
-    floats, descriptors = operands[:num_floats], operands[num_floats:]
-    if facts.has_cu_seqlens:  # (N, S, H, ...) -> (N, H, S, ...)
-        num_batch_dims = splits
-        floats = [jnp.swapaxes(x, splits, splits + 1) for x in floats]
-        descriptors = [x[None] for x in descriptors]
-    else:  # (N, B, H, ...) -> (N, B, H, 1, ...)
-        num_batch_dims = splits + 1
-        floats = [jnp.expand_dims(x, num_batch_dims + 1) for x in floats]
-        descriptors = [x[:, None, None] for x in descriptors]
-    if splits:
-        descriptors = [x[None] for x in descriptors]
-    out, lse = primitives.epilogue_p.bind(
-        *floats,
-        *descriptors,
-        num_batch_dims=num_batch_dims,
-        qhead_per_khead=facts.qhead_per_khead,
-        total_q=facts.total_q,
-        out_dtype=facts.out_dtype,
-        normalised=facts.normalised,
-        has_cu_seqlens=facts.has_cu_seqlens,
-        has_seqused=facts.has_seqused,
-        fp8_permuted_columns=facts.fp8_permuted_columns,
-        implementation=implementation,
-    )
-    # (*b, Hk, G, T, D) -> (*b, T, Hk, G, D) -> (*b, T, H, D), and (*b, Hk, G, T) -> (*b, H, T)
-    out = jnp.moveaxis(out, num_batch_dims + 2, num_batch_dims)
-    return _merge(out, num_batch_dims + 1), _merge(lse, num_batch_dims)
-
-
-def _merge(x: jax.Array, axis: int) -> jax.Array:
-    """Merge `axis` and the next one."""
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _epilogue(facts: problem.EpilogueProblem, implementation: str, *operands: jax.Array) -> Any:
-    return _bind_epilogue(facts, implementation, *operands)
-
-
-def _epilogue_forward(
-    facts: problem.EpilogueProblem, implementation: str, *operands: jax.Array
-) -> Any:
-    # Itself, not the primitive: it may be differentiated once more.
-    return _epilogue(facts, implementation, *operands), operands
-
-
-def _epilogue_backward(
-    facts: problem.EpilogueProblem, implementation: str, operands: Any, cotangents: Any
-) -> tuple[Any, ...]:
-    num_floats = 2 if facts.normalised else 3
-    floats, descriptors = operands[:num_floats], operands[num_floats:]
-    _, vjp = jax.vjp(lambda *floats: _epilogue_reference(facts, *floats, *descriptors), *floats)
-    return (*vjp(cotangents), *(None for _ in descriptors))
-
-
-_epilogue.defvjp(_epilogue_forward, _epilogue_backward)
-
-
-def _bind_combine(
-    facts: problem.CombineProblem,
-    implementation: str,
-    out_partial: jax.Array,
-    lse_partial: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Bind combine_p on its logical forms; memory order stays as it is."""
-    if facts.batch is None:
-        out_partial, lse_partial = out_partial[:, None], lse_partial[:, None]
-    # (N, B, T, H, D) -> (B, H, N, T, D), and (N, B, H, T) -> (B, H, N, T)
-    out, lse = primitives.combine_p.bind(
-        jnp.transpose(out_partial, (1, 3, 0, 2, 4)),
-        jnp.transpose(lse_partial, (1, 2, 0, 3)),
-        num_batch_dims=1,
-        out_dtype=facts.out_dtype,
-        implementation=implementation,
-    )
-    out = jnp.swapaxes(out, 1, 2)
-    return (out[0], lse[0]) if facts.batch is None else (out, lse)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _combine(facts: problem.CombineProblem, implementation: str, *operands: jax.Array) -> Any:
-    return _bind_combine(facts, implementation, *operands)
-
-
-def _combine_forward(
-    facts: problem.CombineProblem, implementation: str, *operands: jax.Array
-) -> Any:
-    # Itself, not the primitive: it may be differentiated once more.
-    return _combine(facts, implementation, *operands), operands
-
-
-def _combine_backward(
-    facts: problem.CombineProblem, implementation: str, operands: Any, cotangents: Any
-) -> tuple[Any, ...]:
-    _, vjp = jax.vjp(
-        lambda *operands: reference.combine(*operands, out_dtype=facts.out_dtype), *operands
-    )
-    return vjp(cotangents)
-
-
-_combine.defvjp(_combine_forward, _combine_backward)
+    """Run an attention call whose arguments are checked; returns out and lse."""
+    given = {key: _int32(x) for key, x in descriptors.items() if x is not None}
+    operands = derivatives.ready(name, [*map(jnp.asarray, (q, k, v)), *given.values()])
+    launch = None
+    if implementation != "xla":
+        launch = plans.launch(name, implementation, facts, partial=partial)
+    if launch is None:
+        run = reference.attend_partially if partial else reference.attend
+        return run(facts, *operands[:3], dict(zip(given, operands[3:], strict=True)))
+    run = derivatives.partials if partial else derivatives.attention
+    return run(facts, launch, *operands)

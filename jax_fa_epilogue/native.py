@@ -13,6 +13,7 @@ import jax
 
 from jax_fa_epilogue import _native
 
+FORWARD_TARGET = "jax_fa_epilogue_forward_v1"
 EPILOGUE_TARGET = "jax_fa_epilogue_epilogue_v1"
 COMBINE_TARGET = "jax_fa_epilogue_combine_v1"
 COMPUTE_CAPABILITY = "9.0"
@@ -66,6 +67,14 @@ def unsupported_here() -> str | None:
     if capability != COMPUTE_CAPABILITY:
         return f"the CUDA device has compute capability {capability}; the kernels need {_needed()}"
     return None
+
+
+def num_multiprocessors() -> int:
+    """Multiprocessors of the device in use, for plans; those of an H200 where there is none."""
+    try:
+        return jax.devices("cuda")[0].core_count
+    except RuntimeError:
+        return 132
 
 
 def _needed() -> str:

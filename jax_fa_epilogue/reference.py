@@ -8,6 +8,7 @@ Every result, and every gradient, is defined for rows that see no key and for ro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import problem
+from . import heads, problem
 from . import reference_attention as tiled
 from .varying import match_varying
 
@@ -60,7 +61,8 @@ def flash_attention(
         deterministic=deterministic,
         return_lse=return_lse,
     )
-    out, lse = _dense_attention(facts, q, k, v, seqused_q, seqused_k)
+    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    out, lse = attend(facts, q, k, v, used)
     return (out, lse) if return_lse else out
 
 
@@ -100,7 +102,7 @@ def flash_attention_partials(
         pack_gqa=pack_gqa,
         deterministic=deterministic,
     )
-    return _partial_attention(facts, q, k, v, seqused_q, seqused_k)
+    return attend_partially(facts, q, k, v, {"seqused_q": seqused_q, "seqused_k": seqused_k})
 
 
 def flash_attention_varlen(
@@ -146,7 +148,13 @@ def flash_attention_varlen(
         deterministic=deterministic,
         return_lse=return_lse,
     )
-    out, lse = _packed_attention(facts, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    descriptors = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
+    out, lse = attend(facts, q, k, v, descriptors)
     return (out, lse) if return_lse else out
 
 
@@ -185,9 +193,8 @@ def dot_product_attention(
     )
     batched = query.ndim == 4
     q, k, v = (x if x.ndim == 4 else x[None] for x in map(jnp.asarray, (query, key, value)))
-    out, lse = _dense_attention(
-        facts, q, k, v, query_seq_lengths, key_value_seq_lengths, bias=bias, mask=mask
-    )
+    used = {"seqused_q": query_seq_lengths, "seqused_k": key_value_seq_lengths}
+    out, lse = attend(facts, q, k, v, used, bias, mask)
     lse = jnp.swapaxes(lse, 1, 2)
     out, lse = (out, lse) if batched else (out[0], lse[0])
     return (out, lse) if return_residual else out
@@ -295,25 +302,25 @@ def _epilogue(
         out = jnp.swapaxes(columns, -1, -2).reshape(out.shape)
 
     # Rows of acc run over (query, group); heads of the result over (head_kv, group).
-    heads = facts.heads * group
+    num_heads = facts.heads * group
     leading = acc.shape[:-4]  # the split axis or none
     out = out.reshape(*out.shape[:-2], seqlen, group, facts.head_dim)
     out = jnp.moveaxis(out, -4, -3)  # ([N,] B, Sq, H, G, Dv)
     lse = jnp.moveaxis(lse.reshape(*lse.shape[:-1], seqlen, group), -3, -2)  # ([N,] B, Sq, H, G)
 
     if not facts.has_cu_seqlens:
-        out = out.reshape(*leading, facts.batch, seqlen, heads, facts.head_dim)
-        lse = jnp.moveaxis(lse, -3, -1).reshape(*leading, facts.batch, heads, seqlen)
+        out = out.reshape(*leading, facts.batch, seqlen, num_heads, facts.head_dim)
+        lse = jnp.moveaxis(lse, -3, -1).reshape(*leading, facts.batch, num_heads, seqlen)
         return out, lse
 
     if not packed:
-        out = jnp.zeros((*leading, facts.total_q, heads, facts.head_dim), out.dtype)
-        return out, jnp.full((*leading, heads, facts.total_q), -jnp.inf, jnp.float32)
+        out = jnp.zeros((*leading, facts.total_q, num_heads, facts.head_dim), out.dtype)
+        return out, jnp.full((*leading, num_heads, facts.total_q), -jnp.inf, jnp.float32)
     sequence, row, inside = tiled.locate_rows(starts, lengths, facts.total_q)
     source = (*(slice(None) for _ in leading), sequence, jnp.where(inside, row, 0))
     out, lse = _zero_outside(inside, out[source], lse[source])  # ([N,] total_q, H, G[, Dv])
-    out = out.reshape(*leading, facts.total_q, heads, facts.head_dim)
-    return out, jnp.moveaxis(lse, -3, -1).reshape(*leading, heads, facts.total_q)
+    out = out.reshape(*leading, facts.total_q, num_heads, facts.head_dim)
+    return out, jnp.moveaxis(lse, -3, -1).reshape(*leading, num_heads, facts.total_q)
 
 
 def _zero_outside(inside: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -323,40 +330,24 @@ def _zero_outside(inside: jax.Array, out: jax.Array, lse: jax.Array) -> tuple[ja
     return out, jnp.where(inside, lse, -jnp.inf)
 
 
-@functools.partial(jax.jit, static_argnames=("facts", "out_dtype"))
-def _dense_attention(
+@functools.partial(jax.jit, static_argnames="facts")
+def attend(
     facts: problem.AttentionProblem,
     q: Any,
     k: Any,
     v: Any,
-    seqused_q: Any,
-    seqused_k: Any,
-    *,
-    keys: jax.Array | None = None,
+    descriptors: dict[str, Any],
     bias: Any = None,
     mask: Any = None,
-    out_dtype: np.dtype | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention on dense operands, to the keys in the range `keys` (2,) only where given."""
+    """Return out and lse of an attention call, dense or packed, laid out as in public.
 
-    def used(seqused: Any, seqlen: Any) -> jax.Array:
-        if seqused is None:
-            return _int32(seqlen)
-        return jnp.clip(jnp.asarray(seqused), 0, seqlen).astype(jnp.int32)[:, None]
-
-    sequences = tiled.Sequences(
-        start_q=_int32(0),
-        start_k=_int32(0),
-        rows_q=_int32(facts.seqlen_q),
-        rows_k=_int32(facts.seqlen_k),
-        len_q=used(seqused_q, facts.seqlen_q),
-        len_k=used(seqused_k, facts.seqlen_k),
-        keys=_int32(0, facts.seqlen_k) if keys is None else keys,
-    )
-    options = _options(facts, facts.dtype if out_dtype is None else out_dtype)
-    operands = *_by_head(facts, q, k, v), sequences
+    `descriptors` are ``seqused_*`` and ``cu_seqlens_*``, None or missing where not given; `bias`
+    and `mask` are those of ``dot_product_attention``.
+    """
+    options, q, k, v, where = _tiled(facts, q, k, v, **descriptors)
     if bias is None and mask is None:
-        return _by_row(*tiled.attention(options, *match_varying(operands)))
+        return _public(*tiled.attention(options, *match_varying((q, k, v, where))))
 
     def grouped(x: Any) -> jax.Array | None:
         """Reshape what broadcasts to (B, Hq, Sq, Sk) to broadcast to (B, Hk, G, Sq, Sk)."""
@@ -364,76 +355,136 @@ def _dense_attention(
             return None
         x = jnp.asarray(x)
         x = x.reshape((1,) * (4 - x.ndim) + x.shape)
-        heads = (1, 1) if x.shape[1] == 1 else (facts.heads_kv, facts.qhead_per_khead)
-        return x.reshape(x.shape[0], *heads, *x.shape[2:])
+        groups = (1, 1) if x.shape[1] == 1 else (facts.heads_kv, facts.qhead_per_khead)
+        return x.reshape(x.shape[0], *groups, *x.shape[2:])
 
-    q, k, v, sequences = operands
-    return _by_row(
-        *tiled.attention_with_bias(options, q, k, v, grouped(bias), grouped(mask), sequences)
+    return _public(
+        *tiled.attention_with_bias(options, q, k, v, grouped(bias), grouped(mask), where)
     )
 
 
 @functools.partial(jax.jit, static_argnames="facts")
-def _partial_attention(
-    facts: problem.AttentionProblem, q: Any, k: Any, v: Any, seqused_q: Any, seqused_k: Any
+def attend_partially(
+    facts: problem.AttentionProblem, q: Any, k: Any, v: Any, descriptors: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention on dense operands, one split of the keys after the other."""
-    blocks = (facts.seqlen_k + SPLIT_BLOCK - 1) // SPLIT_BLOCK
-    chunk = (blocks + facts.num_splits - 1) // facts.num_splits * SPLIT_BLOCK
-    begin = jnp.arange(facts.num_splits, dtype=jnp.int32) * chunk
+    """Return the same for each of ``facts.num_splits`` parts of the keys, stacked, in float32."""
+    options, *operands = _tiled(facts, q, k, v, **descriptors)
+    options = dataclasses.replace(options, out_dtype=np.dtype(np.float32))
+    operands = match_varying(operands)
+    return _public(*over_splits(options, facts.num_splits, facts.seqlen_k, *operands))
 
-    def split(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        float32 = np.dtype(np.float32)
-        return _dense_attention(facts, q, k, v, seqused_q, seqused_k, keys=keys, out_dtype=float32)
 
-    return lax.map(split, jnp.stack([begin, begin + chunk], axis=-1))
+def over_splits(
+    options: tiled.Options,
+    num_splits: int,
+    seqlen_k: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    where: tiled.Sequences,
+) -> tuple[jax.Array, jax.Array]:
+    """``reference_attention.attention`` on one split of the keys after the other, stacked."""
+    blocks = (seqlen_k + SPLIT_BLOCK - 1) // SPLIT_BLOCK
+    chunk = (blocks + num_splits - 1) // num_splits * SPLIT_BLOCK
+    begin = jnp.arange(num_splits, dtype=jnp.int32) * chunk
+    return lax.map(
+        lambda keys: tiled.attention(options, q, k, v, where._replace(keys=keys)),
+        jnp.stack([begin, begin + chunk], axis=-1),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="facts")
-def _packed_attention(
+def attend_backward(
     facts: problem.AttentionProblem,
     q: Any,
     k: Any,
     v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    seqused_q: Any,
-    seqused_k: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention on packed operands."""
-    starts_q, lengths_q = _packed_rows(cu_seqlens_q, seqused_q, facts.total_q, facts.seqlen_q)
-    starts_k, lengths_k = _packed_rows(cu_seqlens_k, seqused_k, facts.total_k, facts.seqlen_k)
-    sequences = tiled.Sequences(
-        start_q=starts_q,
-        start_k=starts_k,
-        rows_q=lengths_q,
-        rows_k=lengths_k,
-        len_q=lengths_q,
-        len_k=lengths_k,
-        keys=_int32(0, facts.seqlen_k),
-    )
-    operands = *_by_head(facts, q, k, v), sequences
-    return _by_row(*tiled.attention(_options(facts, facts.dtype), *match_varying(operands)))
+    descriptors: dict[str, Any],
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk, dv of an attention call with the results out and lse, whoever computed them.
+
+    All arrays are laid out as in public.
+    """
+    options, *operands = _tiled(facts, q, k, v, **descriptors)
+    out, dout = (heads.split_queries(facts, x) for x in (out, dout))
+    lse, dlse = (heads.split_lse(facts, x) for x in (lse, dlse))
+    dq, dk, dv = tiled.backward(options, *match_varying((*operands, out, lse, dout, dlse)))
+    return heads.merge_queries(dq), heads.split_keys(dk), heads.split_keys(dv)
 
 
-def _options(facts: problem.AttentionProblem, out_dtype: np.dtype) -> tiled.Options:
+def _tiled(
+    facts: problem.AttentionProblem, q: Any, k: Any, v: Any, **descriptors: Any
+) -> tuple[tiled.Options, jax.Array, jax.Array, jax.Array, tiled.Sequences]:
+    """Return the arguments of ``reference_attention.attention``."""
     varlen = facts.varlen
+    total_q = facts.total_q if varlen else facts.seqlen_q
+    total_k = facts.total_k if varlen else facts.seqlen_k
     tiles = tiled.tiling(
-        facts.batch if varlen else 1,
-        facts.total_q if varlen else facts.seqlen_q,
-        facts.total_k if varlen else facts.seqlen_k,
-        facts.seqlen_q,
-        facts.seqlen_k,
+        facts.batch if varlen else 1, total_q, total_k, facts.seqlen_q, facts.seqlen_k
     )
-    return tiled.Options(
+    options = tiled.Options(
         softmax_scale=facts.softmax_scale,
         softcap=facts.softcap,
         window_left=facts.window_left,
         window_right=facts.window_right,
         top_left=facts.top_left,
         packed=varlen,
-        out_dtype=out_dtype,
+        out_dtype=facts.dtype,
         **tiles,
+    )
+    if not varlen:  # (B,) -> (B, 1), a length for the only sequence of each batch item
+        descriptors = {
+            k: x if x is None else jnp.asarray(x)[:, None] for k, x in descriptors.items()
+        }
+    where = sequences(total_q, total_k, facts.seqlen_q, facts.seqlen_k, **descriptors)
+    return (
+        options,
+        heads.split_queries(facts, q),
+        heads.split_keys(k),
+        heads.split_keys(v),
+        where,
+    )
+
+
+def sequences(
+    total_q: Any,
+    total_k: Any,
+    longest_q: Any,
+    longest_k: Any,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+) -> tiled.Sequences:
+    """Where the sequences lie, inside the buffers for any descriptors.
+
+    Packed, with ``cu_seqlens_*`` (S + 1,) and ``seqused_*`` (S,); or dense, without the first
+    and with ``seqused_*`` (*b, 1).
+    """
+    if cu_seqlens_q is not None:
+        start_q, len_q = _packed_rows(cu_seqlens_q, seqused_q, total_q, longest_q)
+        start_k, len_k = _packed_rows(cu_seqlens_k, seqused_k, total_k, longest_k)
+        rows_q, rows_k = len_q, len_k
+    else:
+        start_q, start_k = _int32(0), _int32(0)
+        rows_q, rows_k = _int32(total_q), _int32(total_k)
+        len_q, len_k = (
+            _int32(n) if used is None else jnp.clip(jnp.asarray(used), 0, n).astype(jnp.int32)
+            for used, n in ((seqused_q, total_q), (seqused_k, total_k))
+        )
+    return tiled.Sequences(
+        start_q=start_q,
+        start_k=start_k,
+        rows_q=rows_q,
+        rows_k=rows_k,
+        len_q=len_q,
+        len_k=len_k,
+        keys=_int32(0, longest_k),
     )
 
 
@@ -452,20 +503,8 @@ def _packed_rows(
     return offsets[:-1], lengths
 
 
-def _by_head(
-    facts: problem.AttentionProblem, q: Any, k: Any, v: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Reorder (*b, S, H, D) to q (*b, Hk, G, Sq, D), k (*b, Hk, Sk, D), v (*b, Hk, Sk, Dv)."""
-    q, k, v = map(jnp.asarray, (q, k, v))
-    q = q.reshape(*q.shape[:-2], facts.heads_kv, facts.qhead_per_khead, facts.head_dim)
-    return jnp.moveaxis(q, -4, -2), jnp.moveaxis(k, -3, -2), jnp.moveaxis(v, -3, -2)
-
-
-def _by_row(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Reorder out (*b, Hk, G, Sq, Dv), lse (*b, Hk, G, Sq) to (*b, Sq, Hq, Dv), (*b, Hq, Sq)."""
-    *batch, heads_kv, group, seqlen, width = out.shape
-    out = jnp.moveaxis(out, -2, -4).reshape(*batch, seqlen, heads_kv * group, width)
-    return out, lse.reshape(*batch, heads_kv * group, seqlen)
+def _public(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return heads.merge_queries(out), heads.merge_lse(lse)
 
 
 def _int32(*sizes: Any) -> jax.Array:

@@ -158,8 +158,21 @@ def _forward_rule(
 def _backward_rule(
     options: Options, residuals: tuple[Any, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array | None, ...]:
-    q, k, v, sequences, out, lse = residuals
-    dout, dlse = cotangents
+    return (*backward(options, *residuals, *cotangents), None)
+
+
+def backward(
+    options: Options,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    sequences: Sequences,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the gradients of q, k and v from the results and their cotangents."""
     total_q, total_k = q.shape[-2], k.shape[-2]
     dtypes = q.dtype, k.dtype, v.dtype
     # What rows without a key hold, and their cotangents, may be anything: 0 from here on. Their lse
@@ -224,7 +237,7 @@ def _backward_rule(
     dq = lax.map(query_tile, tiles_q.positions())
     dk, dv = lax.map(key_tile, tiles_k.positions())
     dq, dk, dv = tiles_q.rows(dq, total_q), tiles_k.rows(dk, total_k), tiles_k.rows(dv, total_k)
-    return dq, dk, dv, None
+    return dq, dk, dv
 
 
 attention.defvjp(_forward_rule, _backward_rule)

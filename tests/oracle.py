@@ -37,14 +37,22 @@ def visible_keys(seqlen_q, seqlen_k, window=(-1, -1), causal=False, top_left=Fal
     return mask
 
 
-def one_head(q, k, v, mask, scale, softcap=0.0, bias=None, dout=None, dlse=None):
-    """Attention of one head, q (M, D), k (N, D), v (N, Dv), mask (M, N), all float64."""
+def one_head(q, k, v, mask, scale, softcap=0.0, bias=None, dout=None, dlse=None, round_to=None):
+    """Attention of one head, q (M, D), k (N, D), v (N, Dv), mask (M, N), all float64.
+
+    With `round_to`, logits, weights and the result are rounded to that dtype, as a computation
+    without a fused kernel does.
+    """
+
+    def rounded(x):
+        return x if round_to is None else x.astype(round_to).astype(np.float64)
+
     rows, width = q.shape[0], v.shape[1]
-    logits = scale * (q @ k.T)
+    logits = rounded(scale * (q @ k.T))
     slope = np.ones_like(logits)
     if softcap:
         slope = 1 - np.tanh(logits / softcap) ** 2
-        logits = softcap * np.tanh(logits / softcap)
+        logits = rounded(softcap * np.tanh(logits / softcap))
     if bias is not None:
         logits = logits + bias
     out, lse, weights = np.zeros((rows, width)), np.full(rows, -np.inf), np.zeros(mask.shape)
@@ -53,8 +61,8 @@ def one_head(q, k, v, mask, scale, softcap=0.0, bias=None, dout=None, dlse=None)
         if seen.any():
             top = logits[i][seen].max()
             lse[i] = top + np.log(np.exp(logits[i][seen] - top).sum())
-            weights[i][seen] = np.exp(logits[i][seen] - lse[i])
-            out[i] = weights[i][seen] @ v[seen]
+            weights[i][seen] = rounded(np.exp(logits[i][seen] - lse[i]))
+            out[i] = rounded(weights[i][seen] @ v[seen])
     if dout is None:
         return out, lse
     some = lse > -np.inf
@@ -85,6 +93,7 @@ def attention(
     keys=None,
     dout=None,
     dlse=None,
+    round_to=None,
 ):
     """Dense attention, q (B, Sq, Hq, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv); lse (B, Hq, Sq).
 
@@ -117,7 +126,15 @@ def attention(
             added = None if bias is None else np.asarray(bias, np.float64)[b, h, :m, :n]
             cotangents = (dout[b, :m, h], dlse[b, h, :m]) if grad else ()
             one = one_head(
-                q[b, :m, h], k[b, :n, g], v[b, :n, g], both, scale, softcap, added, *cotangents
+                q[b, :m, h],
+                k[b, :n, g],
+                v[b, :n, g],
+                both,
+                scale,
+                softcap,
+                added,
+                *cotangents,
+                round_to=round_to,
             )
             result.out[b, :m, h], result.lse[b, h, :m] = one[:2]
             if grad:

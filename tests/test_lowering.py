@@ -21,13 +21,15 @@ import jax_fa_epilogue as fa
 from jax_fa_epilogue import _native, native
 
 B, H, M, D, G, N, SEQUENCES, TOTAL_Q, COPIES = 4, 8, 256, 128, 2, 3, 6, 1024, 2
-F32, I32 = jnp.float32, jnp.int32
+KEYS, TOTAL_K = 512, 2048
+F32, I32, BF16 = jnp.float32, jnp.int32, jnp.bfloat16
 TARGET_CONFIG = pathlib.Path(__file__).parent / "data" / "h200_target_config.pbtxt"
 
 BUILT = all(
     kernel["built"]
     for kernel in _native.kernels()
-    if kernel["head_dim"] == D and kernel.get("out_dtype") in ("bf16", "f32")
+    if kernel.get("head_dim") == D
+    and kernel.get("out_dtype", kernel.get("dtype")) in ("bf16", "f32")
 )
 NOT_BUILT = f"built without the CUDA kernels for D = {D}"
 needs_kernels = pytest.mark.skipif(not BUILT, reason=NOT_BUILT)
@@ -51,11 +53,89 @@ def splits(acc, row_max, row_sum):
     return fa.epilogue(acc, row_max=row_max, row_sum=row_sum, out_dtype=F32)
 
 
+def attention(q, k, v, seqused_q=None, seqused_k=None):
+    return fa.flash_attention(
+        q,
+        k,
+        v,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        causal=True,
+        num_splits=1,
+        return_lse=True,
+    )
+
+
+def attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, num_splits=1):
+    return fa.flash_attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=300,
+        max_seqlen_k=600,
+        seqused_k=seqused_k,
+        softcap=15.0,
+        window_size=(100, 3),
+        softmax_scale=0.5,
+        num_splits=num_splits,
+        return_lse=True,
+    )
+
+
+def attention_partials(q, k, v, seqused_k):
+    return fa.flash_attention_partials(q, k, v, num_splits=N, seqused_k=seqused_k, pack_gqa=True)
+
+
+def attention_as_in_jax(q, k, v):
+    """Without the residual, whose layout in jax.nn costs a transpose."""
+    return (fa.dot_product_attention(q, k, v, is_causal=True),)
+
+
+Q, KV = (B, M, H * G, D), (B, KEYS, H, D)
+Q_SPEC = P("data", None, "model")
 ACC, STATISTIC = (B, H, M, D), (B, H, M)
 OVER_BOTH, OVER_HEADS = P("data", "model"), P(None, "model")
 BEHIND_SPLITS = P(None, "data", "model")
 # function, target, (shape, dtype, sharding) of each operand
 CASES = {
+    "attention": (
+        attention,
+        native.FORWARD_TARGET,
+        [(Q, BF16, Q_SPEC), (KV, BF16, Q_SPEC), (KV, BF16, Q_SPEC)],
+    ),
+    "attention_seqused": (
+        attention,
+        native.FORWARD_TARGET,
+        [
+            *((shape, BF16, Q_SPEC) for shape in (Q, KV, KV)),
+            ((B,), I32, P("data")),
+            ((B,), I32, P("data")),
+        ],
+    ),
+    "attention_varlen": (
+        attention_varlen,
+        native.FORWARD_TARGET,
+        [
+            ((TOTAL_Q, H * G, D), BF16, P(None, "model")),
+            ((TOTAL_K, H, D), BF16, P(None, "model")),
+            ((TOTAL_K, H, D), BF16, P(None, "model")),
+            ((SEQUENCES + 1,), I32, P()),
+            ((SEQUENCES + 1,), I32, P()),
+            ((SEQUENCES,), I32, P()),
+        ],
+    ),
+    "attention_partials": (
+        attention_partials,
+        native.FORWARD_TARGET,
+        [*((shape, BF16, Q_SPEC) for shape in (Q, KV, KV)), ((B,), I32, P("data"))],
+    ),
+    "attention_as_in_jax": (
+        attention_as_in_jax,
+        native.FORWARD_TARGET,
+        [(Q, BF16, Q_SPEC), (KV, BF16, Q_SPEC), (KV, BF16, Q_SPEC)],
+    ),
     "dense": (dense, native.EPILOGUE_TARGET, [(ACC, F32, OVER_BOTH), (STATISTIC, F32, OVER_BOTH)]),
     "dense_seqused": (
         dense,
@@ -130,28 +210,63 @@ def test_lowers_to_the_handler(name):
     custom_call(lowered(function, *shapes(name)), target)
 
 
+def attributes_and_layouts(name):
+    """Text of the attributes, and minor-to-major layouts of operands and of results."""
+    line = custom_call(lowered(CASES[name][0], *shapes(name)), CASES[name][1])
+    attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)[1]
+    layouts = LAYOUTS.search(line).groups()
+    return attributes, *(re.findall(r"dense<\[(.*?)\]>", part) for part in layouts)
+
+
+@needs_kernels
+def test_attributes_and_layouts_of_the_forward():
+    attributes, operands, results = attributes_and_layouts("attention_varlen")
+    assert attributes == (
+        "has_cu_seqlens = 1 : i32, has_seqused_k = 1 : i32, has_seqused_q = 0 : i32, "
+        "max_seqlen_k = 600 : i32, max_seqlen_q = 300 : i32, num_batch_dims = 0 : i32, "
+        "num_splits = 0 : i32, pack_gqa = -1 : i32, softcap = 1.500000e+01 : f32, "
+        "softmax_scale = 5.000000e-01 : f32, top_left = 0 : i32, window_left = 100 : i32, "
+        "window_right = 3 : i32"
+    )
+    # q and o (Hk, G, T, D) lie as (T, Hk, G, D), k and v (Hk, S, D) as (S, Hk, D).
+    assert operands == ["3, 1, 0, 2", "2, 0, 1", "2, 0, 1", "1, 0", "1, 0", "1, 0"]
+    assert results == ["3, 1, 0, 2", "2, 1, 0", "1, 0"]
+
+
+@needs_kernels
+def test_layouts_of_partial_results():
+    attributes, operands, results = attributes_and_layouts("attention_partials")
+    assert f"num_splits = {N} : i32, pack_gqa = 1 : i32" in attributes
+    assert operands == ["4, 2, 1, 3, 0", "3, 1, 2, 0", "3, 1, 2, 0", "2, 1, 0"]
+    # out (B, Hk, N, G, T, D) lies as (N, B, T, Hk, G, D), lse (B, Hk, N, G, T) as (N, B, Hk, G, T).
+    assert results == ["5, 3, 1, 4, 0, 2", "4, 3, 1, 0, 2", "2, 1, 0"]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["attention_as_in_jax", "attention"])
+def test_alignment_reaches_the_handler(name):
+    attributes, _, _ = attributes_and_layouts(name)
+    assert f"top_left = {int(name == 'attention_as_in_jax')} : i32" in attributes
+    assert "window_left = -1 : i32, window_right = 0 : i32" in attributes
+
+
 @needs_kernels
 def test_attributes_and_layouts_of_the_epilogue():
-    line = custom_call(lowered(varlen, *shapes("varlen")), native.EPILOGUE_TARGET)
-    attributes = re.search(r"mhlo.backend_config = \{([^}]*)\}", line)[1]
+    attributes, operands, results = attributes_and_layouts("varlen")
     assert attributes == (
         "fp8_permuted_columns = 0 : i32, has_cu_seqlens = 1 : i32, has_seqused = 1 : i32, "
         "normalised = 1 : i32, num_batch_dims = 0 : i32"
     )
     # acc (Hk, S, M, D) lies as (S, Hk, M, D), o (Hk, G, T, D) as (T, Hk, G, D).
-    layouts = LAYOUTS.search(line)
-    operands, results = (re.findall(r"dense<\[(.*?)\]>", part) for part in layouts.groups())
     assert operands == ["3, 2, 0, 1", "2, 0, 1", "1, 0", "1, 0"]
     assert results == ["3, 1, 0, 2", "2, 1, 0"]
 
 
 @needs_kernels
 def test_attributes_and_layouts_of_combine():
-    line = custom_call(lowered(fa.combine, *shapes("combine")), native.COMBINE_TARGET)
-    assert "mhlo.backend_config = {num_batch_dims = 1 : i32}" in line
+    attributes, operands, results = attributes_and_layouts("combine")
+    assert attributes == "num_batch_dims = 1 : i32"
     # out_partial (B, H, N, T, D) lies as (N, B, T, H, D), lse_partial (B, H, N, T) as (N, B, H, T).
-    layouts = LAYOUTS.search(line)
-    operands, results = (re.findall(r"dense<\[(.*?)\]>", part) for part in layouts.groups())
     assert operands == ["4, 1, 3, 0, 2", "3, 1, 0, 2"]
     assert results == ["3, 1, 2, 0", "2, 1, 0"]
 
@@ -177,9 +292,12 @@ def test_xla_is_the_reference_on_cuda(name):
 
 
 def xla_only(function, *operands):
-    """Call `function` where ``fa.epilogue`` is that of ``implementation="xla"``."""
+    """Call `function` where the public functions are those of ``implementation="xla"``."""
+    names = ("epilogue", "flash_attention", "flash_attention_varlen", "flash_attention_partials")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fa, "epilogue", functools.partial(fa.epilogue, implementation="xla"))
+        for name in (*names, "dot_product_attention"):
+            xla = functools.partial(getattr(fa, name), implementation="xla")
+            patch.setattr(fa, name, xla)
         return function(*operands)
 
 
@@ -197,85 +315,6 @@ def test_too_many_batch_axes_run_the_reference():
         acc, lse = (acc[None], lse) if level % 2 else (acc, lse[None])
     acc, lse = (jnp.broadcast_to(x, (2,) * 5 + x.shape[5:]) for x in (acc, lse))
     assert native.EPILOGUE_TARGET not in lowered(function, acc, lse)
-
-
-def epilogue_with(implementation):
-    """A new function: JAX remembers what it traced an old one to."""
-    return lambda acc, lse: fa.epilogue(acc, lse=lse, implementation=implementation)
-
-
-@needs_kernels
-def test_cuda_is_an_error_on_other_platforms():
-    traced = jax.jit(epilogue_with("cuda")).trace(*shapes("dense"))
-    custom_call(traced.lower(lowering_platforms=("cuda",)).as_text(), native.EPILOGUE_TARGET)
-    with pytest.raises(NotImplementedError, match=r"jax_fa_epilogue\.epilogue.*platform cpu"):
-        traced.lower(lowering_platforms=("cpu",))
-
-
-def test_cuda_names_a_build_without_cuda(monkeypatch):
-    monkeypatch.setattr(native, "_native", FakeModule(cuda_built=False))
-    with pytest.raises(NotImplementedError, match=r"'cuda' is not available.*without CUDA"):
-        jax.eval_shape(epilogue_with("cuda"), *shapes("dense"))
-    assert "custom_call" not in lowered(epilogue_with(None), *shapes("dense"))
-
-
-@needs_kernels
-def test_cuda_names_a_kernel_that_is_not_built(monkeypatch):
-    plan = {"built": False, "kernel": "bf16_128_plain_64_3"}
-    monkeypatch.setattr(fa.api, "_native", FakeModule(plan_epilogue=lambda **_: plan))
-    with pytest.raises(NotImplementedError, match="bf16_128_plain_64_3 is not built"):
-        jax.eval_shape(epilogue_with("cuda"), *shapes("dense"))
-    assert "custom_call" not in lowered(epilogue_with(None), *shapes("dense"))
-
-
-class FakeModule:
-    """Stands in for the compiled module."""
-
-    def __init__(self, **members):
-        self.__dict__.update(members)
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("kind", "covered"),
-    [
-        ("NVIDIA H200", True),
-        ("NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA GH200 480GB", True),
-        ("NVIDIA H20", True),
-        ("NVIDIA A100-SXM4-80GB", False),
-        ("NVIDIA B200", False),
-        ("NVIDIA GB200", False),
-    ],
-)
-def test_the_mesh_says_which_device_is_meant(kind, covered):
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        reason = native.unsupported_here()
-    assert (reason is None) == covered
-    assert covered or kind in reason
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("capability", "covered"), [("9.0", True), ("8.0", False), ("10.0", False)]
-)
-def test_the_local_device_decides_without_a_mesh(monkeypatch, capability, covered):
-    devices = [FakeModule(compute_capability=capability)]
-    monkeypatch.setattr(native.jax, "devices", lambda platform: devices)
-    reason = native.unsupported_here()
-    assert (reason is None) == covered
-    assert covered or f"compute capability {capability}" in reason
-
-
-def test_newer_ffi_headers_are_refused():
-    native.check_ffi_api_version((0, 3), (0, 3))
-    native.check_ffi_api_version((0, 3), (0, 4))
-    for built, running in (((0, 4), (0, 3)), ((1, 0), (0, 4)), ((0, 3), (1, 0))):
-        with pytest.raises(ImportError, match="Upgrade jax and jaxlib"):
-            native.check_ffi_api_version(built, running)
-    assert tuple(_native.ffi_api_version()) <= native.running_ffi_api_version()
 
 
 # ---- Compiled for an H200 -----------------------------------------------------------------------
@@ -348,9 +387,54 @@ def local_shapes(text, target):
     ]
 
 
+@needs_kernels
+@pytest.mark.parametrize("mapped", [False, True], ids=["plain", "vmap"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_splits_are_merged_without_copies(packed, mapped, device):
+    """Two kernels; the partial results lie as the second one reads them."""
+    name = "attention_varlen" if packed else "attention"
+    function = functools.partial(attention_varlen, num_splits=N)
+    if not packed:
+        function = functools.partial(fa.flash_attention, num_splits=N)
+    operands = place(name, lambda spec: device)
+    if mapped:
+        function = jax.vmap(function, (0, *(None for _ in operands[1:])))
+        first = (COPIES, *operands[0].shape)
+        operands[0] = jax.ShapeDtypeStruct(first, operands[0].dtype, sharding=device)
+    text = compiled(function, operands)
+    found = instructions(text)
+    assert found["custom-call"] == 2
+    assert native.FORWARD_TARGET in text and native.COMBINE_TARGET in text
+    assert set(found) <= FREE, found
+
+
+@needs_kernels
+def test_chunks_of_keys_share_the_queries(device):
+    """vmap over a chunk axis of k and v: partial results in one launch, q is not copied."""
+    q, k, v = place("attention", lambda spec: device)
+    k, v = (jax.ShapeDtypeStruct((COPIES, *x.shape), x.dtype, sharding=device) for x in (k, v))
+    found = instructions(compiled(jax.vmap(attention, (None, 0, 0)), [q, k, v]))
+    assert found["custom-call"] == 1
+    assert set(found) <= FREE, found
+
+
 # Local shapes on a (2, 4) mesh, logical forms; descriptors are broadcast over batch and heads.
 B_LOCAL, H_LOCAL = B // 2, H // 4
+KV_LOCAL, USED_LOCAL = (B_LOCAL, H_LOCAL, KEYS, D), (B_LOCAL, H_LOCAL, 1)
+ATTENTION_LOCAL = [(B_LOCAL, H_LOCAL, G, M, D), KV_LOCAL, KV_LOCAL]
 LOCAL = {
+    "attention": ATTENTION_LOCAL,
+    "attention_seqused": [*ATTENTION_LOCAL, USED_LOCAL, USED_LOCAL],
+    "attention_partials": [*ATTENTION_LOCAL, USED_LOCAL],
+    "attention_as_in_jax": ATTENTION_LOCAL,
+    "attention_varlen": [
+        (H_LOCAL, G, TOTAL_Q, D),
+        (H_LOCAL, TOTAL_K, D),
+        (H_LOCAL, TOTAL_K, D),
+        (H_LOCAL, SEQUENCES + 1),
+        (H_LOCAL, SEQUENCES + 1),
+        (H_LOCAL, SEQUENCES),
+    ],
     "dense": [(B_LOCAL, H_LOCAL, 1, M, D), (B_LOCAL, H_LOCAL, 1, M)],
     "dense_seqused": [
         (B_LOCAL, H_LOCAL, 1, M, D),
@@ -432,7 +516,7 @@ def test_shard_map_over_one_axis_without_communication(name, topology):
 def test_backward_without_communication(name, topology):
     mesh = mesh_of(topology, AxisType.Auto)
     function, _, operands = CASES[name]
-    num_floats = sum(dtype == F32 for _, dtype, _ in operands)
+    num_floats = sum(dtype != I32 for _, dtype, _ in operands)
 
     def pulled(*operands):
         floats, descriptors = operands[:num_floats], operands[num_floats:]
