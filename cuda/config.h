@@ -67,9 +67,16 @@ constexpr int combine_smem_bytes(int num_splits) {
 // ---- Schedule of packed sequences ----------------------------------------------------------------
 
 struct ScheduleConfig {
-  int num_threads;  // of the only CTA
+  int max_threads;  // of the only CTA
+  int items;        // segments per thread
   bool operator==(const ScheduleConfig&) const = default;
 };
+
+// No more threads than there is work for: few start and meet faster.
+constexpr int schedule_num_threads(const ScheduleConfig& config, int num_segments) {
+  const int warps = ceil_div(num_segments, kWarpSize * config.items);
+  return warps * kWarpSize < config.max_threads ? warps * kWarpSize : config.max_threads;
+}
 
 // ---- Forward ------------------------------------------------------------------------------------
 

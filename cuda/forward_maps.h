@@ -149,13 +149,12 @@ FA_HOST_DEVICE constexpr int work_class(int seqlen_k) {
   return result;
 }
 
-// What the schedule kernel leaves for the forward, in the workspace. The list holds the segments
-// that have tiles, in the order of work; a segment's number is its place in the buffers.
+// What the schedule kernel leaves for the forward, in the workspace. A segment's number is its place
+// in the buffers; the list holds the segments that have tiles, in the order of work.
 //
-//   | header | per place in the list: tiles up to its end | ... number | per number: the segment |
+//   | header | per place in the list: tiles up to its end | number | per number: first query | key |
 struct Schedule {
   enum Header { kTileCounter, kNumTiles, kNumListed, kHeaderSize };
-  static constexpr int kSegmentSize = sizeof(Segment) / sizeof(int);
 
   int* workspace;
   int num_segments;    // of all batch indices; 0: a dense call
@@ -164,14 +163,11 @@ struct Schedule {
   FA_HOST_DEVICE bool packed() const { return num_segments > 0; }
   FA_HOST_DEVICE int* tile_ends() const { return workspace + kHeaderSize; }
   FA_HOST_DEVICE int* numbers() const { return tile_ends() + num_segments; }
-  FA_HOST_DEVICE Segment* segments() const {
-    return reinterpret_cast<Segment*>(numbers() + num_segments);
-  }
+  FA_HOST_DEVICE int* query_begins() const { return numbers() + num_segments; }
+  FA_HOST_DEVICE int* key_begins() const { return query_begins() + num_segments; }
 
   // Integers per batch index that the workspace must have.
-  static constexpr long long size(long long sequences) {
-    return kHeaderSize + (2 + kSegmentSize) * (sequences + 2);
-  }
+  static constexpr long long size(long long sequences) { return kHeaderSize + 4 * (sequences + 2); }
 };
 
 // A warp looks at the list through a window of 32 places, which moves on only, as a CTA's tiles come

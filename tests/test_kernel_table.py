@@ -54,7 +54,7 @@ def test_names_are_unique_and_say_the_config():
     fields = {
         "epilogue": ("out_dtype", "head_dim", "column_order", "block_m", "blocks_per_sm"),
         "combine": ("out_dtype", "head_dim"),
-        "schedule": ("num_threads",),
+        "schedule": ("max_threads", "items"),
         "forward": ("dtype", "head_dim", "head_dim_v", "output", "block_m", "block_n", "stages"),
     }
     for kernel in kernels:

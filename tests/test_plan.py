@@ -208,7 +208,7 @@ def test_packed_forward_reserves_a_tile_per_segment():
     assert plan["num_tiles"] == 16 * (-(-1000 // 128) + 3 + 2)
     assert plan["schedule_kernel"] in {kernel["name"] for kernel in _native.kernels()}
     assert plan["dynamic"] and not plan["tma_store"]
-    assert plan["workspace_size"] == 3 + 7 * (3 + 2)
+    assert plan["workspace_size"] == 3 + 4 * (3 + 2)
     assert forward()["workspace_size"] == 1
     assert forward()["schedule_kernel"] == ""
 

@@ -61,7 +61,12 @@ nb::dict to_dict(const ForwardConfig& config) {
   return dict;
 }
 
-nb::dict to_dict(const ScheduleConfig&) { return nb::dict(); }
+nb::dict to_dict(const ScheduleConfig& config) {
+  nb::dict dict;
+  dict["max_threads"] = config.max_threads;
+  dict["items"] = config.items;
+  return dict;
+}
 
 template <typename Kernel>
 nb::dict to_dict(const Kernel& kernel, const char* operation, int num_threads) {
@@ -96,7 +101,7 @@ nb::list kernels() {
     list.append(to_dict(kernel, "forward", forward_num_threads(kernel.config)));
   }
   for (const ScheduleKernel& kernel : schedule_kernels()) {
-    list.append(to_dict(kernel, "schedule", kernel.config.num_threads));
+    list.append(to_dict(kernel, "schedule", kernel.config.max_threads));
   }
   return list;
 }

@@ -15,4 +15,11 @@ __device__ T opaque(T value) {
 // registers, and wgmma's descriptors need not be moved there one by one between the instructions.
 __device__ inline int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
+// gridDim.x, read where it is used instead of kept in a register.
+__device__ inline int num_ctas() {
+  int count;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
+  return count;
+}
+
 }  // namespace fa

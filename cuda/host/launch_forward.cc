@@ -35,25 +35,12 @@ void set_scale(ForwardParams& params, float softmax_scale, float softcap) {
 // Finds the packed sequences; resets the tile counter too.
 void launch_schedule(const ForwardArguments& arguments, const ForwardPlan& plan,
                      const ForwardParams& forward, cudaStream_t stream) {
-  const ForwardProblem& problem = arguments.problem;
-  ScheduleParams params = {};
-  params.batch_map = arguments.batch_map;
-  params.cu_seqlens_q = arguments.cu_seqlens_q;
-  params.cu_seqlens_k = arguments.cu_seqlens_k;
-  params.seqused_q = arguments.seqused_q;
-  params.seqused_k = arguments.seqused_k;
-  params.schedule = forward.schedule;
-  params.total_q = static_cast<int>(problem.seqlen_q);
-  params.total_k = static_cast<int>(problem.seqlen_k);
-  params.max_seqlen_q = plan.max_seqlen_q;
-  params.max_seqlen_k = plan.max_seqlen_k;
-  params.packed_heads = forward.output.qhead_per_khead.divisor;
-  params.rows_per_tile = plan.rows_per_tile;
-  params.tiles_per_row_block = plan.order.heads;
+  const ScheduleParams params = {forward, arguments.cu_seqlens_q, arguments.cu_seqlens_k};
   for (const ScheduleKernel& kernel : schedule_kernels()) {
     if (plan.schedule_kernel != kernel.name) continue;
-    launch_kernel(plan.schedule_kernel, symbol_of(schedule_kernels(), plan.schedule_kernel), 1,
-                  kernel.config.num_threads, 0, &params, stream);
+    launch_kernel(kernel.name, symbol_of(schedule_kernels(), kernel.name), 1,
+                  schedule_num_threads(kernel.config, forward.schedule.num_segments), 0, &params,
+                  stream);
   }
 }
 
@@ -112,6 +99,10 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
   params.inner_batch = arguments.inner_batch;
   params.seqlen_q = static_cast<int>(problem.seqlen_q);
   params.seqlen_k = static_cast<int>(problem.seqlen_k);
+  params.max_seqlen_q = plan.max_seqlen_q;
+  params.max_seqlen_k = plan.max_seqlen_k;
+  params.seqused_q = arguments.seqused_q;
+  params.seqused_k = arguments.seqused_k;
   params.window_left = plan.window_left;
   params.window_right = plan.window_right;
   params.top_left = problem.top_left;
@@ -124,8 +115,6 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
                        batch_segments};
     launch_schedule(arguments, plan, params, stream);
   } else {
-    params.seqused_q = arguments.seqused_q;
-    params.seqused_k = arguments.seqused_k;
     params.num_tiles = static_cast<int>(plan.num_tiles);
     if (plan.dynamic) {
       check(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream),

@@ -11,7 +11,7 @@ namespace fa {
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages) \
   const void*                                                                         \
       forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages##_symbol();
-#define SCHEDULE_KERNEL(num_threads) const void* schedule_##num_threads##_symbol();
+#define SCHEDULE_KERNEL(max_threads, items) const void* schedule_##max_threads##_##items##_symbol();
 #include "built_kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
@@ -30,13 +30,15 @@ const std::vector<BuiltKernel>& built_kernels() {
 #define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)         \
   {"epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, \
    epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol()},
-#define COMBINE_KERNEL(dtype, head_dim) \
-  {"combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol()},
+#define COMBINE_KERNEL(dtype, head_dim)                                        \
+  { "combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol() } \
+  ,
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)    \
   {"forward_" #dtype "_" #head_dim "_" #head_dim_v "_" #output "_" #block_m "_" #block_n \
    "_" #stages,                                                                          \
    forward_##dtype##_##head_dim##_##head_dim_v##_##output##_##block_m##_##block_n##_##stages##_symbol()},
-#define SCHEDULE_KERNEL(num_threads) {"schedule_" #num_threads, schedule_##num_threads##_symbol()},
+#define SCHEDULE_KERNEL(max_threads, items) \
+  {"schedule_" #max_threads "_" #items, schedule_##max_threads##_##items##_symbol()},
 #include "built_kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
@@ -63,7 +65,7 @@ const std::vector<EpilogueKernel>& epilogue_kernels() {
    "epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, nullptr},
 #define COMBINE_KERNEL(dtype, head_dim)
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
-#define SCHEDULE_KERNEL(num_threads)
+#define SCHEDULE_KERNEL(max_threads, items)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
@@ -83,7 +85,7 @@ const std::vector<CombineKernel>& combine_kernels() {
 #define COMBINE_KERNEL(dtype, head_dim) \
   {CombineConfig{DataType::dtype, head_dim}, "combine_" #dtype "_" #head_dim, nullptr},
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
-#define SCHEDULE_KERNEL(num_threads)
+#define SCHEDULE_KERNEL(max_threads, items)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
@@ -106,7 +108,7 @@ const std::vector<ForwardKernel>& forward_kernels() {
    "forward_" #dtype "_" #head_dim "_" #head_dim_v "_" #output "_" #block_m "_" #block_n           \
    "_" #stages,                                                                                    \
    nullptr},
-#define SCHEDULE_KERNEL(num_threads)
+#define SCHEDULE_KERNEL(max_threads, items)
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
@@ -125,7 +127,7 @@ const std::vector<ScheduleKernel>& schedule_kernels() {
 #define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)
 #define COMBINE_KERNEL(dtype, head_dim)
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
-#define SCHEDULE_KERNEL(num_threads) \
+#define SCHEDULE_KERNEL(max_threads, items) \
   {ScheduleConfig{num_threads}, "schedule_" #num_threads, nullptr},
 #include "kernels.def"
 #undef EPILOGUE_KERNEL

@@ -36,8 +36,8 @@ struct ForwardParams {
   CUtensorMap v_tensor_map;
   OutputParams output;
   BatchMap<kNumForwardOperands> batch_map;
-  const int32_t* seqused_q;  // dense; null: every query counts
-  const int32_t* seqused_k;  // dense; null: every key counts
+  const int32_t* seqused_q;  // null: every query counts
+  const int32_t* seqused_k;  // null: every key counts
   Schedule schedule;
   TileOrder order;
   int num_tiles;      // dense
@@ -50,6 +50,8 @@ struct ForwardParams {
   int inner_batch;      // size of the innermost batch axis, see partial_batch
   int seqlen_q;         // of the buffers
   int seqlen_k;
+  int max_seqlen_q;  // no sequence counts for more
+  int max_seqlen_k;
   int window_left;
   int window_right;
   bool top_left;
@@ -59,16 +61,39 @@ struct ForwardParams {
   float logit_unit;
   float logit_unit_log2;  // logit_unit * log2(e)
 
-  // Sequence of a batch index of a dense call.
+  // The only sequence of a batch index of a dense call.
   FA_HOST_DEVICE Segment dense_segment(int batch) const {
-    return {0, seqlen_q, length(seqused_q, kSequsedQ, batch, seqlen_q), 0,
-            length(seqused_k, kSequsedK, batch, seqlen_k)};
+    return {0, seqlen_q, used_queries(batch, 0, seqlen_q), 0, used_keys(batch, 0, seqlen_k)};
+  }
+
+  // Segment `index` of a batch index of a packed call: its queries; its keys.
+  FA_HOST_DEVICE void find_queries(int batch, int index, Segment& segment) const {
+    const int* const begins = schedule.query_begins() + batch * schedule.batch_segments + index;
+    const bool last = index == schedule.batch_segments - 1;
+    const int begin = begins[0];
+    const int length = (last ? seqlen_q : begins[1]) - begin;
+    segment.query_begin = begin;
+    segment.num_queries = length;
+    segment.used_queries = index == 0 || last ? 0 : used_queries(batch, index - 1, length);
+  }
+  FA_HOST_DEVICE void find_keys(int batch, int index, Segment& segment) const {
+    const int* const begins = schedule.key_begins() + batch * schedule.batch_segments + index;
+    const bool gap = index == 0 || index == schedule.batch_segments - 1;
+    const int begin = begins[0];
+    segment.key_begin = begin;
+    segment.seqlen_k = gap ? 0 : used_keys(batch, index - 1, begins[1] - begin);
   }
 
  private:
-  FA_HOST_DEVICE int length(const int32_t* seqused, ForwardOperand operand, int batch,
-                            int whole) const {
-    return seqused == nullptr ? whole : clip(seqused[batch_map.offset(operand, batch)], whole);
+  FA_HOST_DEVICE int used_queries(int batch, int sequence, int length) const {
+    length = clip(length, max_seqlen_q);
+    if (seqused_q == nullptr) return length;
+    return clip(seqused_q[batch_map.offset(kSequsedQ, batch) + sequence], length);
+  }
+  FA_HOST_DEVICE int used_keys(int batch, int sequence, int length) const {
+    length = clip(length, max_seqlen_k);
+    if (seqused_k == nullptr) return length;
+    return clip(seqused_k[batch_map.offset(kSequsedK, batch) + sequence], length);
   }
 };
 

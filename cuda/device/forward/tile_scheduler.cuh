@@ -33,7 +33,7 @@ struct alignas(16) ForwardTile {
   int group;  // first query head of the tile within its group: 0 when packed
   int query;
   Segment segment;
-  int split;
+  int split;  // before that the place of the segment in its batch index, for the scheduler only
 
   // What ends the work instead of a tile.
   __device__ bool none() const { return uniform(output.num_rows) == 0; }
@@ -82,7 +82,7 @@ static_assert(sizeof(SegmentWindow) == kForwardWindowBytes);
 
 // Fills in tile `index`, all but its q_phase. Collective over the warp. `tile` is in shared memory
 // and all lanes write the same: the warp has so few registers that what one step finds must go
-// there before the next step begins.
+// there before the next step begins. A __syncwarp separates the reads of a field from its writes.
 template <int kBlockN>
 __device__ void find_tile(const ForwardParams& params, SegmentWindow& window, int index,
                           ForwardTile& tile) {
@@ -93,10 +93,15 @@ __device__ void find_tile(const ForwardParams& params, SegmentWindow& window, in
     TileOrder order = params.order;
     if (packed) {
       const int number = window.find(schedule, index);
-      tile.segment = schedule.segments()[number];
-      tile.output.batch = number / schedule.batch_segments;
-      order.row_blocks = ceil_div(tile.segment.num_queries * packed_heads, params.rows_per_tile);
+      const int batch = number / schedule.batch_segments;
+      tile.output.batch = batch;
+      tile.split = number - batch * schedule.batch_segments;
       __syncwarp();
+      params.find_queries(tile.output.batch, tile.split, tile.segment);
+      __syncwarp();
+      params.find_keys(tile.output.batch, tile.split, tile.segment);
+      __syncwarp();
+      order.row_blocks = ceil_div(tile.segment.num_queries * packed_heads, params.rows_per_tile);
     }
     const TilePosition position = tile_position(order, index);
     tile.output.row_begin = position.row_block * params.rows_per_tile;
@@ -104,12 +109,15 @@ __device__ void find_tile(const ForwardParams& params, SegmentWindow& window, in
     __syncwarp();
   }
   {
-    int head = tile.output.head_kv / params.num_splits;
-    tile.split = tile.output.head_kv - head * params.num_splits;
+    const int head_and_split = tile.output.head_kv;
+    int head = head_and_split / params.num_splits;
+    __syncwarp();
+    tile.split = head_and_split - head * params.num_splits;
     if (!packed) {
-      tile.output.batch = head / params.heads;
-      head -= tile.output.batch * params.heads;
-      tile.segment = params.dense_segment(tile.output.batch);
+      const int batch = head / params.heads;
+      head -= batch * params.heads;
+      tile.output.batch = batch;
+      tile.segment = params.dense_segment(batch);
     }
     tile.output.head_kv = head;
     // Unpacked, heads of tiles are query heads.
@@ -118,11 +126,14 @@ __device__ void find_tile(const ForwardParams& params, SegmentWindow& window, in
     __syncwarp();
   }
   params.batch_map.offsets(tile.output.batch, tile.batch);
-  __syncwarp();
-  tile.output.batch =
-      partial_batch(tile.output.batch, tile.split, params.num_splits, params.inner_batch);
-  tile.output.query_begin = tile.segment.query_begin;
-  __syncwarp();
+  {
+    const int batch =
+        partial_batch(tile.output.batch, tile.split, params.num_splits, params.inner_batch);
+    __syncwarp();
+    tile.output.batch = batch;
+    tile.output.query_begin = tile.segment.query_begin;
+    __syncwarp();
+  }
   {
     const int row_begin = tile.output.row_begin;
     const int num_rows =
@@ -228,7 +239,7 @@ __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue
     queue.wait_empty(count);
     int next = index;
     if (elected && params.tile_counter != nullptr) next = atomicAdd(params.tile_counter, 1);
-    index = uniform(next) + static_cast<int>(gridDim.x);
+    index = uniform(next) + num_ctas();
   }
   queue.at(count).output.num_rows = 0;
   queue.put(count, elected);
