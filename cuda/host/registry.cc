@@ -128,7 +128,7 @@ const std::vector<ScheduleKernel>& schedule_kernels() {
 #define COMBINE_KERNEL(dtype, head_dim)
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)
 #define SCHEDULE_KERNEL(max_threads, items) \
-  {ScheduleConfig{num_threads}, "schedule_" #num_threads, nullptr},
+  {ScheduleConfig{max_threads, items}, "schedule_" #max_threads "_" #items, nullptr},
 #include "kernels.def"
 #undef EPILOGUE_KERNEL
 #undef COMBINE_KERNEL
