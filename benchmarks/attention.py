@@ -4,9 +4,9 @@
 
 Needs a CUDA device of compute capability 9.0. 16,384 tokens, a model width of 2,048, bfloat16,
 causal and not. TFLOP/s count 4 B S^2 H D operations, half as many with a causal mask, in 1e12, by
-device time (timing.py). cuDNN runs through ``jax.nn``; FlashAttention-3's kernels take part where the PyPI
-package dew-flash-attn-cu13 is installed. All contenders of a point run interleaved. The plot can be
-drawn elsewhere from the JSON: `--plot attention.png --from attention.json`.
+device time (timing.py). cuDNN runs through ``jax.nn``; FlashAttention-3's kernels take part where
+the PyPI package dew-flash-attn-cu13 is installed. All contenders of a point run interleaved. The
+plot can be drawn elsewhere from the JSON: `--plot attention.png --from attention.json`.
 """
 
 from __future__ import annotations

@@ -32,9 +32,7 @@ class ForwardMainloop {
 
  public:
   __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
-      : params_(params),
-        smem_(smem),
-        warpgroup_(cutlass::canonical_warp_group_idx()) {
+      : params_(params), smem_(smem), warpgroup_(cutlass::canonical_warp_group_idx()) {
     if (Traits::kTakeTurns && warpgroup_ == Traits::kWarpgroups - 1) pass_turn();
   }
 
@@ -201,7 +199,8 @@ class ForwardMainloop {
     constexpr int kPart = 16;
 #pragma unroll
     for (int begin = 0; begin < kCountS; begin += kPart) {
-      if (opaque(static_cast<int>(params_.transform)) == static_cast<int>(ScoreTransform::softcap)) {
+      if (opaque(static_cast<int>(params_.transform)) ==
+          static_cast<int>(ScoreTransform::softcap)) {
         // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
         const float factor = 2.f * kLog2E * params_.factor;
 #pragma unroll
