@@ -126,8 +126,10 @@ int64_t choose_splits(const ForwardProblem& problem, const Bounds& bounds, int64
   for (int64_t splits = 1; splits <= most; ++splits) {
     if (eligible(splits)) best = std::max(best, efficiency(splits));
   }
+  // The fewest that come close: merging costs as well. (65,536 keys, 8 heads: 14 splits, 0.85 of the
+  // best, take 72 us, 16 take 68.)
   for (int64_t splits = 1; splits < most; ++splits) {
-    if (eligible(splits) && efficiency(splits) >= 0.85 * best) return splits;
+    if (eligible(splits) && efficiency(splits) >= 0.95 * best) return splits;
   }
   return std::max<int64_t>(most, 1);
 }
