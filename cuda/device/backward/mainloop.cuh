@@ -5,11 +5,12 @@
 //   S^T = K Q^T   P = 2^(S - LSE)   dV += P^T dO
 //   dP^T = V dO^T   dS = P * (dP - delta)   dK += dS^T Q   dQ = dS K, added in global memory
 //
-//   tensor cores    | (dK) | S^T | dP^T | dV       | dQ | dK     | S^T ...
-//   this warpgroup         | P        | dS -> smem |   | dQ -> smem
+//   tensor cores    | S^T | dP^T | dV       | dQ | dK         |
+//   this warpgroup        | P    | dS -> smem    | dQ -> smem |
 //
-// The exponentials run under dP^T, dS under dV, the hand-over of dQ under dK; dK of one block and
-// S^T of the next are issued back to back.
+// The exponentials run under dP^T, dS under dV, the hand-over of dQ under dK. Where registers allow
+// a block of 128 queries, S^T and dP^T of its second half run under the first half's exponentials
+// and dS as well.
 #pragma once
 
 #include "cute/arch/copy_sm90.hpp"
@@ -38,7 +39,9 @@ class BackwardMainloop {
   static constexpr DataType kType = kConfig.dtype;
   static constexpr int kBlockM = Traits::kBlockM;
   static constexpr int kBlockN = Traits::kBlockN;
-  static constexpr int kCountS = kBlockM / 2;
+  static constexpr int kParts = Traits::kParts;
+  static constexpr int kPartM = kBlockM / kParts;
+  static constexpr int kCountS = kPartM / 2;
   static constexpr int kCountDq = kBlockM * Traits::kHeadDim / Traits::kConsumerThreads;
 
  public:
@@ -66,31 +69,54 @@ class BackwardMainloop {
         thread_scores.partition_fragment_A(rows_of_keys(typename Traits::LayoutK{}, smem_.k));
     const auto r_v =
         thread_dp.partition_fragment_A(rows_of_keys(typename Traits::LayoutV{}, smem_.v));
-    const auto r_q = thread_scores.partition_fragment_B(
-        make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQ{}));
-    const auto r_dout = thread_dp.partition_fragment_B(
-        make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDout{}));
-    const auto r_qt = thread_dk.partition_fragment_B(
-        make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQt{}));
-    const auto r_doutt = thread_dv.partition_fragment_B(
-        make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDoutt{}));
+    // Part `part` of a block's queries, of all stages.
+    const auto part_of_rows = [&](auto layout, Element* memory, int part) {
+      constexpr int kColumns = decltype(size<1>(layout))::value;
+      return local_tile(make_tensor(make_smem_ptr(memory), layout),
+                        Shape<Int<kPartM>, Int<kColumns>, Int<Traits::kStages>>{},
+                        make_coord(part, 0, 0));
+    };
+    const auto part_of_columns = [&](auto layout, Element* memory, int part) {
+      constexpr int kColumns = decltype(size<0>(layout))::value;
+      return local_tile(make_tensor(make_smem_ptr(memory), layout),
+                        Shape<Int<kColumns>, Int<kPartM>, Int<Traits::kStages>>{},
+                        make_coord(0, part, 0));
+    };
     const auto s_ds = make_tensor(make_smem_ptr(smem_.ds[0]), typename Traits::LayoutDs{});
     const auto s_kt = make_tensor(make_smem_ptr(smem_.k), typename Traits::LayoutKt{})(_, _, _0{});
-    float scores[kCountS];  // S^T, then P^T
-    float dp[kCountS];      // dP^T, then dS^T
+    float scores[kParts][kCountS];  // S^T, then P^T
+    float dp[kParts][kCountS];      // dP^T, then dS^T
     float dq[kCountDq];
-    uint32_t p16[kCountS / 2];
-    uint32_t ds16[kCountS / 2];
+    uint32_t p16[kParts][kCountS / 2];
+    uint32_t ds16[kParts][kCountS / 2];
     auto r_dk = make_tensor(make_rmem_ptr(dk),
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDim / 8>>, _1, _1>>{});
     auto r_dv = make_tensor(make_rmem_ptr(dv),
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
-    constexpr auto kLayoutA = Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockM / 16>>>{};
-    const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p16)), kLayoutA);
-    const auto r_ds = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(ds16)), kLayoutA);
+    const auto as_operand = [](uint32_t (&packed)[kCountS / 2]) {
+      return make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed)),
+                         Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 16>>>{});
+    };
 
-    const auto multiply_dv = [&](int stage) {
-      issue_gemm_rs<typename Traits::MmaDv>(r_p, r_doutt(_, _, _, stage), r_dv);
+    const auto multiply_scores = [&](int part, int stage) {
+      const auto r_q = thread_scores.partition_fragment_B(
+          part_of_rows(typename Traits::LayoutQ{}, smem_.q[0], part));
+      issue_gemm_ss<kType>(r_k, r_q(_, _, _, stage), scores[part]);
+    };
+    const auto multiply_dp = [&](int part, int stage) {
+      const auto r_dout = thread_dp.partition_fragment_B(
+          part_of_rows(typename Traits::LayoutDout{}, smem_.dout[0], part));
+      issue_gemm_ss<kType>(r_v, r_dout(_, _, _, stage), dp[part]);
+    };
+    const auto multiply_dv = [&](int part, int stage) {
+      const auto r_doutt = thread_dv.partition_fragment_B(
+          part_of_columns(typename Traits::LayoutDoutt{}, smem_.dout[0], part));
+      issue_gemm_rs<typename Traits::MmaDv>(as_operand(p16[part]), r_doutt(_, _, _, stage), r_dv);
+    };
+    const auto multiply_dk = [&](int part, int stage) {
+      const auto r_qt = thread_dk.partition_fragment_B(
+          part_of_columns(typename Traits::LayoutQt{}, smem_.q[0], part));
+      issue_gemm_rs<typename Traits::MmaDk>(as_operand(ds16[part]), r_qt(_, _, _, stage), r_dk);
     };
     const auto multiply_dq = [&](int stage) {
       if constexpr (Traits::kDqSplit == DqSplit::transposed) {
@@ -129,69 +155,76 @@ class BackwardMainloop {
       meet_warpgroup();
     }
 
-    bool first = true;
     FA_NO_UNROLL
     while (true) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
       FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
       if (cut(tile, block)) zero_queries(smem_.q[ring.stage], tile, block);
-      issue_gemm_ss<kType>(r_k, r_q(_, _, _, stage), scores);
+      multiply_scores(0, stage);
       FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
       if (cut(tile, block)) zero_queries(smem_.dout[ring.stage], tile, block);
-      issue_gemm_ss<kType>(r_v, r_dout(_, _, _, stage), dp);
+      multiply_dp(0, stage);
 
-      warpgroup_wait<1>();
-      fence_registers(scores);
-      if constexpr (Traits::kDkOverNext) {
-        // dK of the block before has been complete since S^T is.
-        fence_registers(dk);
-        if (!first) release(smem_.q_empty, ring.previous().stage);
-        first = false;
-      }
       const float* const lse = smem_.statistics[ring.stage];
-      exponentiate(scores, lse);
-      if (tile.blocks.masked(block)) smem_.mask.apply(scores, block * kBlockM, thread_);
-      if constexpr (Traits::kDvBeforeDs) {
-        convert(scores, p16);
-        multiply_dv(stage);
-        warpgroup_wait<1>();
-        fence_registers(dp);
-        multiply_ds(scores, dp, lse);
-      } else {
-        warpgroup_wait<0>();
-        fence_registers(dp);
-        multiply_ds(scores, dp, lse);
-        convert(scores, p16);
-        multiply_dv(stage);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        // Younger than S^T of the part: its dP^T, the pairs of later parts, dV of earlier ones.
+        if (part == 0) {
+          warpgroup_wait<1>();
+        } else {
+          warpgroup_wait<2>();
+        }
+        fence_registers(scores[part]);
+        if (part == 0) {
+          if constexpr (kParts == 2) {
+            multiply_scores(1, stage);
+            multiply_dp(1, stage);
+          }
+        }
+        exponentiate(scores[part], lse + part * kPartM);
+        if (tile.blocks.masked(block)) {
+          smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
+        }
+        if constexpr (Traits::kDvBeforeDs) {
+          convert(scores[part], p16[part]);
+          multiply_dv(part, stage);
+        }
+        // Younger than dP^T of the part: the pairs of later parts, dV of this and earlier ones.
+        constexpr int kDv = Traits::kDvBeforeDs ? 1 : 0;
+        if (part == 0) {
+          warpgroup_wait<2 * (kParts - 1) + kDv>();
+        } else {
+          warpgroup_wait<2 * kDv>();
+        }
+        fence_registers(dp[part]);
+        multiply_ds(scores[part], dp[part], lse + part * kPartM);
+        if constexpr (!Traits::kDvBeforeDs) {
+          convert(scores[part], p16[part]);
+          multiply_dv(part, stage);
+        }
+        convert(dp[part], ds16[part]);
+        store_ds(ds16[part], ring.stage, part);
       }
-      convert(dp, ds16);
-      store_ds(ds16, ring.stage);
       cutlass::arch::fence_view_async_shared();
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
       multiply_dq(stage);
-      issue_gemm_rs<typename Traits::MmaDk>(r_ds, r_qt(_, _, _, stage), r_dk);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) multiply_dk(part, stage);
 
-      warpgroup_wait<2>();
+      warpgroup_wait<1 + kParts>();
       fence_registers(dv);
       release(smem_.dout_empty, ring.stage);
-      warpgroup_wait<1>();
+      warpgroup_wait<kParts>();
       fence_registers(dq);
       hand_over_dq(dq);
-      if constexpr (!Traits::kDkOverNext) {
-        warpgroup_wait<0>();
-        fence_registers(dk);
-        release(smem_.q_empty, ring.stage);
-      }
+      warpgroup_wait<0>();
+      fence_registers(dk);
+      release(smem_.q_empty, ring.stage);
       ring_.advance();
       if (--left == 0) break;
       if (++block == tile.blocks.end) block = tile.blocks.begin;
-    }
-    if constexpr (Traits::kDkOverNext) {
-      warpgroup_wait<0>();
-      fence_registers(dk);
-      release(smem_.q_empty, ring_.previous().stage);
     }
   }
 
@@ -255,7 +288,7 @@ class BackwardMainloop {
     }
     const float scale = params_.softcapped ? params_.softcap_log2 : params_.scale_log2;
 #pragma unroll
-    for (int g = 0; g < kBlockM / 8; ++g) {
+    for (int g = 0; g < kPartM / 8; ++g) {
       const float2 of_columns = statistics(lse, g);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -270,7 +303,7 @@ class BackwardMainloop {
   __device__ void multiply_ds(const float (&p)[kCountS], float (&dp)[kCountS],
                               const float* lse) const {
 #pragma unroll
-    for (int g = 0; g < kBlockM / 8; ++g) {
+    for (int g = 0; g < kPartM / 8; ++g) {
       const float2 delta = statistics(lse + kBlockM, g);
 #pragma unroll
       for (int i = 4 * g; i < 4 * g + 4; ++i) {
@@ -281,7 +314,7 @@ class BackwardMainloop {
       // The derivative 1 - tanh^2, with the tanh that P came from: rare enough to find it again.
       const float factor = 1.f / params_.softcap_log2;
 #pragma unroll
-      for (int g = 0; g < kBlockM / 8; ++g) {
+      for (int g = 0; g < kPartM / 8; ++g) {
         const float2 of_columns = statistics(lse, g);
 #pragma unroll
         for (int i = 4 * g; i < 4 * g + 4; ++i) {
@@ -302,15 +335,15 @@ class BackwardMainloop {
 
   // dS^T -> dS: query rows of 64 keys, one panel for each warpgroup's keys. One stmatrix stores 16
   // queries x 16 keys, transposed: lane l names query l % 8 + 8 (l / 16) and 8-key unit l / 8 % 2.
-  __device__ void store_ds(const uint32_t (&ds16)[kCountS / 2], int stage) const {
+  __device__ void store_ds(const uint32_t (&ds16)[kCountS / 2], int stage, int part) const {
     const int thread = opaque(thread_);
     const int lane = thread % kWarpSize;
     const int query = lane % 8 + lane / 16 * 8;
     const int key = thread / kWarpSize * 16 + lane / 8 % 2 * 8;
     char* const target = reinterpret_cast<char*>(smem_.ds[stage]) +
-                         output_offset_bytes(query, key, kBlockM, kBlockN);
+                         output_offset_bytes(part * kPartM + query, key, kBlockM, kBlockN);
 #pragma unroll
-    for (int i = 0; i < kBlockM / 16; ++i) {
+    for (int i = 0; i < kPartM / 16; ++i) {
       cute::SM90_U16x8_STSM_T::copy(
           ds16[4 * i], ds16[4 * i + 1], ds16[4 * i + 2], ds16[4 * i + 3],
           *reinterpret_cast<cute::uint128_t*>(target + i * 16 * Traits::kPanelColumns * 2));

@@ -37,12 +37,12 @@ struct BackwardTraits {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
 
-#ifndef T_DV
-#define T_DV true
-#define T_DK false
-#endif
-  static constexpr bool kDvBeforeDs = T_DV;
-  static constexpr bool kDkOverNext = T_DK;
+  // A block of 128 queries is taken in two parts, the second's S^T and dP^T under the first's
+  // exponentials.
+  static constexpr int kParts = kBlockM == 128 ? 2 : 1;
+  // dV is issued before dS is computed, which then runs under it; with two parts the second's S^T
+  // and dP^T do that, and the registers would not suffice for both.
+  static constexpr bool kDvBeforeDs = kParts == 1;
 
   // Tiles are panels of 64 columns, rows of a panel 128 bytes with TMA's swizzle.
   static constexpr int kPanelColumns = 64;
@@ -79,8 +79,8 @@ struct BackwardTraits {
   // operand is enough, one panel of an MN-major one.
   using MmaScores = MmaSs<16, kHeadDim, cute::GMMA::Major::K, cute::GMMA::Major::K>;  // K Q^T
   using MmaDp = MmaSs<16, kHeadDimV, cute::GMMA::Major::K, cute::GMMA::Major::K>;     // V dO^T
-  using MmaDv = MmaRs<kHeadDimV, kBlockM>;                                            // P^T dO
-  using MmaDk = MmaRs<kHeadDim, kBlockM>;                                             // dS^T Q
+  using MmaDv = MmaRs<kHeadDimV, kBlockM / kParts>;                                            // P^T dO
+  using MmaDk = MmaRs<kHeadDim, kBlockM / kParts>;                                             // dS^T Q
   // dS K, or its transpose.
   using MmaDq = std::conditional_t<kDqSplit == DqSplit::transposed,
                                    MmaSs<16, kBlockN, cute::GMMA::Major::MN, cute::GMMA::Major::K>,
