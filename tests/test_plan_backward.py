@@ -10,8 +10,8 @@ from jax_fa_epilogue import _native
 
 maps = _native.index_maps
 
-WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, -1), (5, 3), (-1, 7), (40, 0)]
-LENGTHS = [(1, 1), (7, 20), (20, 7), (33, 33), (16, 0), (0, 16), (1, 40), (40, 1)]
+WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, -1), (5, 3), (-1, 7), (25, 0)]
+LENGTHS = [(1, 1), (7, 20), (20, 7), (21, 21), (16, 0), (0, 16), (1, 30), (30, 1)]
 
 
 def problems():
@@ -45,7 +45,7 @@ def test_seeing_queries():
             assert (begin <= query < end) == expected
 
 
-@pytest.mark.parametrize("block_m, block_n", [(4, 8), (8, 8), (5, 8), (64, 128)])
+@pytest.mark.parametrize("block_m, block_n", [(4, 8), (5, 8), (64, 128)])
 def test_query_blocks_hold_every_visible_pair_and_masks_where_needed(block_m, block_n):
     for left, right, shift, seqlen_q, seqlen_k in problems():
         for first in range(0, seqlen_k, block_n):
@@ -64,7 +64,7 @@ def test_query_blocks_hold_every_visible_pair_and_masks_where_needed(block_m, bl
                     assert all(pairs)
 
 
-@pytest.mark.parametrize("block_m, block_n", [(4, 8), (8, 8), (5, 8)])
+@pytest.mark.parametrize("block_m, block_n", [(4, 8), (5, 8)])
 def test_turns_count_the_visitors_of_a_block(block_m, block_n):
     """A tile waits for as many additions as tiles before it make: none is missing, none waits."""
     for left, right, shift, seqlen_q, seqlen_k in problems():
@@ -143,7 +143,8 @@ def backward(**changes):
     return _native.plan_backward(**(problem | changes))
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v", itertools.product((8, 64, 72, 128), (8, 64, 128)))
+@pytest.mark.parametrize("head_dim", (8, 64, 72, 128))
+@pytest.mark.parametrize("head_dim_v", (8, 64, 128))
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("right", [-1, 0])
 def test_a_kernel_that_holds_the_columns_and_fits(head_dim, head_dim_v, dtype, right):

@@ -105,7 +105,7 @@ void launch_backward(const BackwardArguments& arguments, cudaStream_t stream) {
   params.order = plan.order;
   params.num_tiles = static_cast<int>(plan.num_tiles);
   params.tile_counter = plan.dynamic ? arguments.semaphores : nullptr;
-  // The counter's place among the turns stays unused by them.
+  // The first semaphore is the tile counter.
   params.turns = problem.deterministic ? arguments.semaphores + 1 : nullptr;
   params.heads_kv = static_cast<int>(problem.heads_kv);
   params.qhead_per_khead = static_cast<int>(group);

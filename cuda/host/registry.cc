@@ -37,9 +37,8 @@ const std::vector<BuiltKernel>& built_kernels() {
 #define EPILOGUE_KERNEL(dtype, head_dim, order, block_m, blocks_per_sm)         \
   {"epilogue_" #dtype "_" #head_dim "_" #order "_" #block_m "_" #blocks_per_sm, \
    epilogue_##dtype##_##head_dim##_##order##_##block_m##_##blocks_per_sm##_symbol()},
-#define COMBINE_KERNEL(dtype, head_dim)                                        \
-  { "combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol() } \
-  ,
+#define COMBINE_KERNEL(dtype, head_dim) \
+  {"combine_" #dtype "_" #head_dim, combine_##dtype##_##head_dim##_symbol()},
 #define FORWARD_KERNEL(dtype, head_dim, head_dim_v, output, block_m, block_n, stages)    \
   {"forward_" #dtype "_" #head_dim "_" #head_dim_v "_" #output "_" #block_m "_" #block_n \
    "_" #stages,                                                                          \

@@ -1,9 +1,9 @@
 // The adder of dQ: one warp that adds the consumers' blocks of dQ to the accumulator in global
 // memory, by bulk reductions from shared memory, a warpgroup's part at a time.
 //
-// With `turns` the tiles of a head add to a block in the order of their keys: block_turn counts the
-// tiles that have added, and a tile adds when all before it have. Tiles are handed out in ascending
-// order of keys within a head, so that whoever is waited for is running or done.
+// With `turns` the tiles of a head add to a block in the order of their keys: the block's turn counts
+// the tiles that have added, and a tile adds when all before it have. Tiles are handed out in
+// ascending order of keys within a head, so that whoever is waited for is running or done.
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"

@@ -93,7 +93,7 @@ class BackwardMainloop {
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDim / 8>>, _1, _1>>{});
     auto r_dv = make_tensor(make_rmem_ptr(dv),
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
-    const auto as_operand = [](uint32_t (&packed)[kCountS / 2]) {
+    const auto as_operand = [](uint32_t(&packed)[kCountS / 2]) {
       return make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed)),
                          Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 16>>>{});
     };

@@ -79,8 +79,8 @@ struct BackwardTraits {
   // operand is enough, one panel of an MN-major one.
   using MmaScores = MmaSs<16, kHeadDim, cute::GMMA::Major::K, cute::GMMA::Major::K>;  // K Q^T
   using MmaDp = MmaSs<16, kHeadDimV, cute::GMMA::Major::K, cute::GMMA::Major::K>;     // V dO^T
-  using MmaDv = MmaRs<kHeadDimV, kBlockM / kParts>;                                            // P^T dO
-  using MmaDk = MmaRs<kHeadDim, kBlockM / kParts>;                                             // dS^T Q
+  using MmaDv = MmaRs<kHeadDimV, kBlockM / kParts>;                                   // P^T dO
+  using MmaDk = MmaRs<kHeadDim, kBlockM / kParts>;                                    // dS^T Q
   // dS K, or its transpose.
   using MmaDq = std::conditional_t<kDqSplit == DqSplit::transposed,
                                    MmaSs<16, kBlockN, cute::GMMA::Major::MN, cute::GMMA::Major::K>,
