@@ -127,4 +127,70 @@ constexpr int forward_num_threads(const ForwardConfig& config) {
   return (forward_num_warpgroups(config) + 1) * kWarpgroupSize;
 }
 
+// ---- Backward ------------------------------------------------------------------------------------
+
+struct BackwardConfig {
+  DataType dtype;
+  int head_dim;    // columns of Q, K, dQ, dK in the tile; the call's may be fewer
+  int head_dim_v;  // columns of V, dO, dV in the tile; the call's may be fewer
+  int block_m;     // queries of a block
+  int block_n;     // keys of a tile
+  int stages;      // of the rings of Q and dO, and of dS
+  bool operator==(const BackwardConfig&) const = default;
+};
+
+inline constexpr int kBackwardWarpgroups = 2;
+
+inline constexpr int kBackwardTileBytes = 104;  // what a tile consists of
+
+// Full and empty barriers of Q and dO per stage, of dQ per warpgroup, of the two tiles, of K and V
+// (empty together); the tiles.
+constexpr int backward_barrier_bytes(const BackwardConfig& config) {
+  return 8 * (4 * config.stages + 2 * kBackwardWarpgroups + 4 + 3) + 2 * kBackwardTileBytes;
+}
+
+constexpr int backward_smem_bytes(const BackwardConfig& config) {
+  const int kv_bytes = config.block_n * (config.head_dim + config.head_dim_v) * 2;
+  const int stage_bytes =
+      config.block_m * (config.head_dim + config.head_dim_v + config.block_n) * 2;
+  const int dq_bytes = config.block_m * config.head_dim * 4;
+  // LSE and delta of each query of a stage, the queries that see each key.
+  const int statistics_bytes = config.stages * config.block_m * 8;
+  const int mask_bytes = config.block_n * 8;
+  return (kv_bytes + config.stages * stage_bytes + dq_bytes + statistics_bytes + mask_bytes +
+          backward_barrier_bytes(config) + 1023) /
+         1024 * 1024;
+}
+
+// The consumer warpgroups and one more for the producer and the adder of dQ.
+constexpr int backward_num_threads(const BackwardConfig&) {
+  return (kBackwardWarpgroups + 1) * kWarpgroupSize;
+}
+
+// What precedes the backward: delta and LSE of each query, dQ's accumulator zeroed.
+struct PreprocessConfig {
+  DataType dtype;
+  bool operator==(const PreprocessConfig&) const = default;
+};
+
+inline constexpr int kPreprocessThreads = 256;
+
+// What follows it: dQ's accumulator -> dQ.
+struct PostprocessConfig {
+  DataType dtype;
+  int head_dim;  // of the backward's tile
+  int block_m;
+  bool operator==(const PostprocessConfig&) const = default;
+};
+
+constexpr int postprocess_pitch_bytes(const PostprocessConfig& config) {
+  return 2 * config.head_dim + 16;
+}
+
+constexpr int postprocess_smem_bytes(const PostprocessConfig& config) {
+  return config.block_m * postprocess_pitch_bytes(config);
+}
+
+inline constexpr int kPostprocessThreads = kBackwardWarpgroups * kWarpgroupSize;
+
 }  // namespace fa

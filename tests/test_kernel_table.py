@@ -36,6 +36,13 @@ def reachable():
                 num_splits=num_splits,
                 has_cu_seqlens=True,
             )
+        with contextlib.suppress(NotImplementedError):
+            plan = _native.plan_backward(
+                dtype, 2, 2, 1, 1, 512, 512, head_dim, head_dim_v, window_right=right
+            )
+            yield plan
+            yield plan["preprocess"]
+            yield plan["postprocess"]
 
 
 def test_every_plan_names_a_kernel_and_every_kernel_is_reached():
@@ -43,7 +50,9 @@ def test_every_plan_names_a_kernel_and_every_kernel_is_reached():
     named = set()
     for plan in reachable():
         kernel = table[plan["kernel"]]
-        assert all(plan[field] == kernel[field] for field in plan.keys() & kernel.keys())
+        assert all(
+            plan[field] == kernel[field] for field in plan.keys() & kernel.keys() - {"built"}
+        )
         named |= {plan["kernel"], plan.get("schedule_kernel") or plan["kernel"]}
     assert named == set(table)
 
@@ -56,6 +65,9 @@ def test_names_are_unique_and_say_the_config():
         "combine": ("out_dtype", "head_dim"),
         "schedule": ("max_threads", "items"),
         "forward": ("dtype", "head_dim", "head_dim_v", "output", "block_m", "block_n", "stages"),
+        "backward": ("dtype", "head_dim", "head_dim_v", "block_m", "block_n", "stages"),
+        "preprocess": ("dtype",),
+        "postprocess": ("dtype", "head_dim", "block_m"),
     }
     for kernel in kernels:
         values = [str(kernel[field]) for field in fields[kernel["operation"]]]
@@ -63,9 +75,8 @@ def test_names_are_unique_and_say_the_config():
 
 
 def test_default_build_has_every_kernel_in_use():
-    kernels = [
-        kernel for kernel in _native.kernels() if kernel["operation"] in ("epilogue", "combine")
-    ]
+    in_use = {"epilogue", "combine", "schedule", "forward"}
+    kernels = [kernel for kernel in _native.kernels() if kernel["operation"] in in_use]
     if not _native.cuda_built:
         assert not any(kernel["built"] for kernel in kernels)
         pytest.skip("built without CUDA")
@@ -76,7 +87,8 @@ def test_default_build_has_every_kernel_in_use():
 
 
 def test_handlers_exist_exactly_with_cuda():
-    # The schedule is a part of the forward.
-    operations = {kernel["operation"] for kernel in _native.kernels()} - {"schedule"}
+    # The schedule is a part of the forward, and what precedes and follows the backward is of it.
+    parts = {"schedule", "preprocess", "postprocess"}
+    operations = {kernel["operation"] for kernel in _native.kernels()} - parts
     expected = {f"jax_fa_epilogue_{operation}_v1" for operation in operations}
     assert set(_native.handlers()) == (expected if _native.cuda_built else set())

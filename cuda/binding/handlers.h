@@ -9,6 +9,7 @@ extern "C" {
 XLA_FFI_Error* epilogue_handler(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* combine_handler(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* forward_handler(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* backward_handler(XLA_FFI_CallFrame* call_frame);
 }
 
 }  // namespace fa

@@ -4,9 +4,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "backward_maps.h"
 #include "device/batch_map.h"
 #include "forward_maps.h"
 #include "host/plan.h"
+#include "host/plan_backward.h"
 #include "host/plan_forward.h"
 #include "host/registry.h"
 #include "index_maps.h"
@@ -68,6 +70,41 @@ nb::dict to_dict(const ScheduleConfig& config) {
   return dict;
 }
 
+nb::dict to_dict(const BackwardConfig& config) {
+  nb::dict dict;
+  dict["dtype"] = name(config.dtype);
+  dict["head_dim"] = config.head_dim;
+  dict["head_dim_v"] = config.head_dim_v;
+  dict["block_m"] = config.block_m;
+  dict["block_n"] = config.block_n;
+  dict["stages"] = config.stages;
+  return dict;
+}
+
+nb::dict to_dict(const PreprocessConfig& config) {
+  nb::dict dict;
+  dict["dtype"] = name(config.dtype);
+  return dict;
+}
+
+nb::dict to_dict(const PostprocessConfig& config) {
+  nb::dict dict;
+  dict["dtype"] = name(config.dtype);
+  dict["head_dim"] = config.head_dim;
+  dict["block_m"] = config.block_m;
+  return dict;
+}
+
+nb::dict to_dict(const BackwardLaunch& launch) {
+  nb::dict dict;
+  dict["kernel"] = launch.kernel;
+  dict["built"] = launch.built;
+  dict["grid"] = launch.grid;
+  dict["num_threads"] = launch.num_threads;
+  dict["smem_bytes"] = launch.smem_bytes;
+  return dict;
+}
+
 template <typename Kernel>
 nb::dict to_dict(const Kernel& kernel, const char* operation, int num_threads) {
   nb::dict dict = to_dict(kernel.config);
@@ -103,6 +140,15 @@ nb::list kernels() {
   for (const ScheduleKernel& kernel : schedule_kernels()) {
     list.append(to_dict(kernel, "schedule", kernel.config.max_threads));
   }
+  for (const BackwardKernel& kernel : backward_kernels()) {
+    list.append(to_dict(kernel, "backward", backward_num_threads(kernel.config)));
+  }
+  for (const PreprocessKernel& kernel : preprocess_kernels()) {
+    list.append(to_dict(kernel, "preprocess", kPreprocessThreads));
+  }
+  for (const PostprocessKernel& kernel : postprocess_kernels()) {
+    list.append(to_dict(kernel, "postprocess", kPostprocessThreads));
+  }
   return list;
 }
 
@@ -112,6 +158,7 @@ nb::dict handlers() {
   dict["jax_fa_epilogue_epilogue_v1"] = nb::capsule(reinterpret_cast<void*>(epilogue_handler));
   dict["jax_fa_epilogue_combine_v1"] = nb::capsule(reinterpret_cast<void*>(combine_handler));
   dict["jax_fa_epilogue_forward_v1"] = nb::capsule(reinterpret_cast<void*>(forward_handler));
+  dict["jax_fa_epilogue_backward_v1"] = nb::capsule(reinterpret_cast<void*>(backward_handler));
 #endif
   return dict;
 }
@@ -230,6 +277,50 @@ NB_MODULE(_native, module) {
       "The plan of a forward call: which kernel, tiles and workspace. num_splits 0: final results, "
       "1 or more: partial results, -1: the plan chooses and answers 0 or 2 and more.");
 
+  module.def(
+      "plan_backward",
+      [](const std::string& dtype, int64_t batch, int64_t heads_kv, int64_t qhead_per_khead,
+         int64_t sequences, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
+         int64_t head_dim_v, int64_t window_left, int64_t window_right, bool has_cu_seqlens,
+         bool has_seqused_q, bool has_seqused_k, bool deterministic, int num_sms) {
+        BackwardProblem problem;
+        problem.dtype = parse_data_type(dtype);
+        problem.batch = batch;
+        problem.heads_kv = heads_kv;
+        problem.qhead_per_khead = qhead_per_khead;
+        problem.sequences = sequences;
+        problem.seqlen_q = seqlen_q;
+        problem.seqlen_k = seqlen_k;
+        problem.head_dim = head_dim;
+        problem.head_dim_v = head_dim_v;
+        problem.window_left = window_left;
+        problem.window_right = window_right;
+        problem.has_cu_seqlens = has_cu_seqlens;
+        problem.has_seqused_q = has_seqused_q;
+        problem.has_seqused_k = has_seqused_k;
+        problem.deterministic = deterministic;
+        const BackwardPlan plan = plan_backward(problem, DeviceInfo{num_sms});
+        nb::dict dict = to_dict(plan.config);
+        dict["kernel"] = plan.main.kernel;
+        dict["built"] = plan.preprocess.built && plan.main.built && plan.postprocess.built;
+        dict["preprocess"] = to_dict(plan.preprocess);
+        dict["main"] = to_dict(plan.main);
+        dict["postprocess"] = to_dict(plan.postprocess);
+        dict["dynamic"] = plan.dynamic;
+        dict["num_tiles"] = plan.num_tiles;
+        dict["row_blocks"] = plan.order.row_blocks;
+        dict["section_heads"] = plan.order.section_heads;
+        dict["q_slots"] = plan.q_slots;
+        dict["dq_accum_size"] = plan.dq_accum_size;
+        dict["statistics_size"] = plan.statistics_size;
+        dict["semaphore_size"] = plan.semaphore_size;
+        return dict;
+      },
+      "dtype"_a, "batch"_a, "heads_kv"_a, "qhead_per_khead"_a, "sequences"_a, "seqlen_q"_a,
+      "seqlen_k"_a, "head_dim"_a, "head_dim_v"_a, "window_left"_a = -1, "window_right"_a = -1,
+      "has_cu_seqlens"_a = false, "has_seqused_q"_a = false, "has_seqused_k"_a = false,
+      "deterministic"_a = false, "num_sms"_a = 132);
+
   nb::module_ maps = module.def_submodule("index_maps", "The kernels' index maps, for the tests.");
   maps.def("accumulator_coordinate", [](int thread, int index) {
     const TileCoordinate at = accumulator_coordinate(thread, index);
@@ -258,6 +349,43 @@ NB_MODULE(_native, module) {
   maps.def("work_class", &work_class);
   maps.def("window_probe", &window_probe);
   maps.def("next_window", &next_window);
+  maps.def(
+      "visible_queries", [](int left, int right, int shift, int seqlen_q, int seqlen_k, int key) {
+        const QueryRange range = visible_queries({left, right, shift}, seqlen_q, seqlen_k, key);
+        return nb::make_tuple(range.begin, range.end);
+      });
+  maps.def("seeing_queries", [](int left, int right, int shift, int seqlen_q, int seqlen_k) {
+    const QueryRange range = seeing_queries({left, right, shift}, seqlen_q, seqlen_k);
+    return nb::make_tuple(range.begin, range.end);
+  });
+  maps.def("query_blocks", [](int left, int right, int shift, int seqlen_q, int seqlen_k, int first,
+                              int block_m, int block_n) {
+    const QueryBlocks blocks =
+        query_blocks({left, right, shift}, seqlen_q, seqlen_k, first, block_m, block_n);
+    return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
+  });
+  maps.def("first_visitor",
+           [](int left, int right, int shift, int seqlen_k, int block, int block_m, int block_n) {
+             return first_visitor({left, right, shift}, seqlen_k, block, block_m, block_n);
+           });
+  maps.def("span_of", [](const std::vector<int>& cu_seqlens, const std::vector<int>& seqused,
+                         int sequence, int total) {
+    const Span span = span_of(cu_seqlens.empty() ? nullptr : cu_seqlens.data(),
+                              seqused.empty() ? nullptr : seqused.data(), sequence, total);
+    return nb::make_tuple(span.begin, span.length);
+  });
+  maps.def("num_slots", &num_slots);
+  maps.def("slot_position", [](const std::vector<int>& cu_seqlens, int num_sequences, int total,
+                               int slot, int block) {
+    const SlotPosition position = slot_position(cu_seqlens.empty() ? nullptr : cu_seqlens.data(),
+                                                num_sequences, total, slot, block);
+    return nb::make_tuple(position.sequence, position.row_begin);
+  });
+  maps.def("dq_coordinate", [](int thread, int index, int block_m, int head_dim, int warpgroups) {
+    const TileCoordinate at = dq_coordinate(thread, index, block_m, head_dim, warpgroups);
+    return nb::make_tuple(at.row, at.column);
+  });
+  maps.def("dq_offset", &dq_offset);
   maps.def("fp8_output_column", &fp8_output_column);
   maps.def("swizzle", &swizzle);
   maps.def("output_panel_columns", &output_panel_columns);

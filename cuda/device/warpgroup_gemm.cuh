@@ -17,14 +17,17 @@ __device__ void fence_registers(float (&c)[kCount]) {
   for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(c[i]);
 }
 
-// c = a * b^T over the descriptors' last mode, both K-major in shared memory, c 64 x 2 kCount.
-template <DataType kType, typename A, typename B, int kCount>
+// c = a * b^T over the descriptors' last mode, both in shared memory, K-major or with a transpose
+// MN-major, c 64 x 2 kCount.
+template <DataType kType, bool kTransposeA = false, bool kTransposeB = false, typename A,
+          typename B, int kCount>
 __device__ void issue_gemm_ss(const A& a, const B& b, float (&c)[kCount]) {
   fence_registers(c);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < cute::size<2>(a); ++k) {
-    WgmmaSs<kType, 2 * kCount>::issue(c, a(0, 0, k), b(0, 0, k), k > 0);
+    WgmmaSs<kType, 2 * kCount>::template issue<kTransposeA, kTransposeB>(c, a(0, 0, k), b(0, 0, k),
+                                                                         k > 0);
   }
   cute::warpgroup_commit_batch();
   fence_registers(c);

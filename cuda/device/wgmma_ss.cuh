@@ -1,5 +1,5 @@
-// wgmma with both operands in shared memory (K-major) and fp32 accumulators, for the tile widths
-// that the attention kernels use. CuTe has widths such as 176 only in a header that takes 50 s to
+// wgmma with both operands in shared memory and fp32 accumulators, for the tile widths that the
+// attention kernels use. CuTe has widths such as 176 only in a header that takes 50 s to
 // compile.
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace fa {
 
 // d (64 x kColumns fragment) = a * b, or += with `accumulate`; a and b are descriptors of 64 x 16
-// and kColumns x 16 elements.
+// and kColumns x 16 elements, K-major, or with a transpose MN-major.
 template <DataType kType, int kColumns>
 struct WgmmaSs;
 
@@ -31,24 +31,28 @@ struct WgmmaSs;
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 
-#define FA_DEFINE_WGMMA(type, ptx_type, columns, registers, a, b, predicate, ...)                \
-  template <>                                                                                    \
-  struct WgmmaSs<DataType::type, columns> {                                                      \
-    static __device__ void issue(float (&d)[columns / 2], uint64_t desc_a, uint64_t desc_b,      \
-                                 bool accumulate) {                                              \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, " predicate                                    \
-                   ", 0;\n"                                                                      \
-                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." ptx_type "." ptx_type \
-                   " {" registers "}, " a ", " b ", p, 1, 1, 0, 0;}\n"                           \
-                   : __VA_ARGS__                                                                 \
-                   : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)));               \
-    }                                                                                            \
+#define FA_DEFINE_WGMMA(type, ptx_type, columns, registers, a, b, predicate, transpose_a,          \
+                        transpose_b, ...)                                                          \
+  template <>                                                                                      \
+  struct WgmmaSs<DataType::type, columns> {                                                        \
+    template <bool kTransposeA = false, bool kTransposeB = false>                                  \
+    static __device__ void issue(float (&d)[columns / 2], uint64_t desc_a, uint64_t desc_b,        \
+                                 bool accumulate) {                                                \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, " predicate                                      \
+                   ", 0;\n"                                                                        \
+                   "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." ptx_type "." ptx_type   \
+                   " {" registers "}, " a ", " b ", p, 1, 1, " transpose_a ", " transpose_b ";}\n" \
+                   : __VA_ARGS__                                                                   \
+                   : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)),                  \
+                     "n"(int{kTransposeA}), "n"(int{kTransposeB}));                                \
+    }                                                                                              \
   };
 
 #define FA_WGMMA_64(type, ptx_type)                                                               \
   FA_DEFINE_WGMMA(type, ptx_type, 64,                                                             \
                   FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3, "%32", \
-                  "%33", "%34", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16), FA_OPERANDS(24))
+                  "%33", "%34", "%35", "%36", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),    \
+                  FA_OPERANDS(24))
 FA_WGMMA_64(bf16, "bf16")
 FA_WGMMA_64(f16, "f16")
 #undef FA_WGMMA_64
@@ -56,8 +60,8 @@ FA_WGMMA_64(f16, "f16")
   FA_DEFINE_WGMMA(type, ptx_type, 80,                                                     \
                   FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 \
                                  "," FA_REGISTERS_4,                                      \
-                  "%40", "%41", "%42", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),   \
-                  FA_OPERANDS(24), FA_OPERANDS(32))
+                  "%40", "%41", "%42", "%43", "%44", FA_OPERANDS(0), FA_OPERANDS(8),      \
+                  FA_OPERANDS(16), FA_OPERANDS(24), FA_OPERANDS(32))
 FA_WGMMA_80(bf16, "bf16")
 FA_WGMMA_80(f16, "f16")
 #undef FA_WGMMA_80
@@ -65,8 +69,8 @@ FA_WGMMA_80(f16, "f16")
   FA_DEFINE_WGMMA(type, ptx_type, 96,                                                     \
                   FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 \
                                  "," FA_REGISTERS_4 "," FA_REGISTERS_5,                   \
-                  "%48", "%49", "%50", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),   \
-                  FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40))
+                  "%48", "%49", "%50", "%51", "%52", FA_OPERANDS(0), FA_OPERANDS(8),      \
+                  FA_OPERANDS(16), FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40))
 FA_WGMMA_96(bf16, "bf16")
 FA_WGMMA_96(f16, "f16")
 #undef FA_WGMMA_96
@@ -74,8 +78,9 @@ FA_WGMMA_96(f16, "f16")
   FA_DEFINE_WGMMA(type, ptx_type, 112,                                                     \
                   FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3  \
                                  "," FA_REGISTERS_4 "," FA_REGISTERS_5 "," FA_REGISTERS_6, \
-                  "%56", "%57", "%58", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),    \
-                  FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48))
+                  "%56", "%57", "%58", "%59", "%60", FA_OPERANDS(0), FA_OPERANDS(8),       \
+                  FA_OPERANDS(16), FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40),      \
+                  FA_OPERANDS(48))
 FA_WGMMA_112(bf16, "bf16")
 FA_WGMMA_112(f16, "f16")
 #undef FA_WGMMA_112
@@ -84,30 +89,31 @@ FA_WGMMA_112(f16, "f16")
       type, ptx_type, 128,                                                                       \
       FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 "," FA_REGISTERS_4 \
                      "," FA_REGISTERS_5 "," FA_REGISTERS_6 "," FA_REGISTERS_7,                   \
-      "%64", "%65", "%66", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16), FA_OPERANDS(24),     \
-      FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56))
+      "%64", "%65", "%66", "%67", "%68", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),        \
+      FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56))
 FA_WGMMA_128(bf16, "bf16")
 FA_WGMMA_128(f16, "f16")
 #undef FA_WGMMA_128
-#define FA_WGMMA_144(type, ptx_type)                                                              \
-  FA_DEFINE_WGMMA(                                                                                \
-      type, ptx_type, 144,                                                                        \
-      FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 "," FA_REGISTERS_4  \
-                     "," FA_REGISTERS_5 "," FA_REGISTERS_6 "," FA_REGISTERS_7 "," FA_REGISTERS_8, \
-      "%72", "%73", "%74", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16), FA_OPERANDS(24),      \
-      FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56), FA_OPERANDS(64))
+#define FA_WGMMA_144(type, ptx_type)                                                      \
+  FA_DEFINE_WGMMA(type, ptx_type, 144,                                                    \
+                  FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 \
+                                 "," FA_REGISTERS_4 "," FA_REGISTERS_5 "," FA_REGISTERS_6 \
+                                 "," FA_REGISTERS_7 "," FA_REGISTERS_8,                   \
+                  "%72", "%73", "%74", "%75", "%76", FA_OPERANDS(0), FA_OPERANDS(8),      \
+                  FA_OPERANDS(16), FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40),     \
+                  FA_OPERANDS(48), FA_OPERANDS(56), FA_OPERANDS(64))
 FA_WGMMA_144(bf16, "bf16")
 FA_WGMMA_144(f16, "f16")
 #undef FA_WGMMA_144
-#define FA_WGMMA_176(type, ptx_type)                                                      \
-  FA_DEFINE_WGMMA(type, ptx_type, 176,                                                    \
-                  FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 \
-                                 "," FA_REGISTERS_4 "," FA_REGISTERS_5 "," FA_REGISTERS_6 \
-                                 "," FA_REGISTERS_7 "," FA_REGISTERS_8 "," FA_REGISTERS_9 \
-                                 "," FA_REGISTERS_10,                                     \
-                  "%88", "%89", "%90", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),   \
-                  FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48),     \
-                  FA_OPERANDS(56), FA_OPERANDS(64), FA_OPERANDS(72), FA_OPERANDS(80))
+#define FA_WGMMA_176(type, ptx_type)                                                             \
+  FA_DEFINE_WGMMA(                                                                               \
+      type, ptx_type, 176,                                                                       \
+      FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 "," FA_REGISTERS_4 \
+                     "," FA_REGISTERS_5 "," FA_REGISTERS_6 "," FA_REGISTERS_7 "," FA_REGISTERS_8 \
+                     "," FA_REGISTERS_9 "," FA_REGISTERS_10,                                     \
+      "%88", "%89", "%90", "%91", "%92", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),        \
+      FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56),       \
+      FA_OPERANDS(64), FA_OPERANDS(72), FA_OPERANDS(80))
 FA_WGMMA_176(bf16, "bf16")
 FA_WGMMA_176(f16, "f16")
 #undef FA_WGMMA_176
@@ -117,9 +123,9 @@ FA_WGMMA_176(f16, "f16")
       FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 "," FA_REGISTERS_4 \
                      "," FA_REGISTERS_5 "," FA_REGISTERS_6 "," FA_REGISTERS_7 "," FA_REGISTERS_8 \
                      "," FA_REGISTERS_9 "," FA_REGISTERS_10 "," FA_REGISTERS_11,                 \
-      "%96", "%97", "%98", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16), FA_OPERANDS(24),     \
-      FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56), FA_OPERANDS(64),       \
-      FA_OPERANDS(72), FA_OPERANDS(80), FA_OPERANDS(88))
+      "%96", "%97", "%98", "%99", "%100", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),       \
+      FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56),       \
+      FA_OPERANDS(64), FA_OPERANDS(72), FA_OPERANDS(80), FA_OPERANDS(88))
 FA_WGMMA_192(bf16, "bf16")
 FA_WGMMA_192(f16, "f16")
 #undef FA_WGMMA_192

@@ -7,11 +7,13 @@
 
 #include <stdexcept>
 
+#include "device/backward/params.h"
 #include "device/batch_map.h"
 #include "device/combine/params.h"
 #include "device/epilogue/params.h"
 #include "device/forward/params.h"
 #include "host/plan.h"
+#include "host/plan_backward.h"
 #include "host/plan_forward.h"
 
 namespace fa {
@@ -65,6 +67,32 @@ struct ForwardArguments {
 };
 
 void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
+
+struct BackwardArguments {
+  BackwardProblem problem;
+  const void* q;
+  const void* k;
+  const void* v;
+  const void* out;
+  const void* dout;
+  const float* lse;
+  const float* dlse;
+  const int32_t* cu_seqlens_q;  // null without
+  const int32_t* cu_seqlens_k;
+  const int32_t* seqused_q;
+  const int32_t* seqused_k;
+  void* dq;
+  void* dk;
+  void* dv;
+  // Workspaces, sized as the plan says.
+  float* dq_accum;
+  float* statistics;
+  int* semaphores;
+  BackwardBatchMap batch_map;
+  int64_t batches[4];  // batch indices that q, k, v, dout hold
+};
+
+void launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
 
 // Test hook: the next launch asks for more shared memory than any device has.
 void fail_next_launch();

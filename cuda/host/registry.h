@@ -32,9 +32,30 @@ struct ScheduleKernel {
   const void* symbol;
 };
 
+struct BackwardKernel {
+  BackwardConfig config;
+  const char* name;
+  const void* symbol;
+};
+
+struct PreprocessKernel {
+  PreprocessConfig config;
+  const char* name;
+  const void* symbol;
+};
+
+struct PostprocessKernel {
+  PostprocessConfig config;
+  const char* name;
+  const void* symbol;
+};
+
 const std::vector<EpilogueKernel>& epilogue_kernels();
 const std::vector<CombineKernel>& combine_kernels();
 const std::vector<ForwardKernel>& forward_kernels();
 const std::vector<ScheduleKernel>& schedule_kernels();
+const std::vector<BackwardKernel>& backward_kernels();
+const std::vector<PreprocessKernel>& preprocess_kernels();
+const std::vector<PostprocessKernel>& postprocess_kernels();
 
 }  // namespace fa

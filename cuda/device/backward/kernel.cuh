@@ -1,0 +1,147 @@
+// The main kernel of the attention backward: dK, dV, and dQ added up in fp32. delta and LSE come
+// from the preprocess, which also zeroes the accumulator of dQ, and the postprocess rounds it.
+//
+// Persistent, one CTA per multiprocessor, warp-specialised: 2 consumer warpgroups of 64 keys each,
+// then a warpgroup of single warps, whose registers go to the others.
+//
+//   scheduler  the next tile: a block of keys, the query blocks      tile.cuh, backward_maps.h
+//              that see it
+//   producers  TMA: Q and dO in rings; K and V per tile              producer.cuh
+//   consumers  five GEMMs on wgmma per query block                  mainloop.cuh, mask.cuh
+//              dK, dV -> global at the tile's end                   key_gradients.cuh
+//   adder      dQ of each block, added in global memory             dq_adder.cuh
+//
+// All heads of a group are one tile's work, so that dK and dV need no accumulator in memory and are
+// the same bits from run to run.
+//
+// Barriers; s is a stage, w a warpgroup:
+//
+//   q_full[s], dout_full[s],      the producer arrives, 1, with the bytes that TMA brings; the
+//   k_full, v_full                consumers wait; Q (dO, K, V) is there
+//   q_empty[s], dout_empty[s]     one lane of each consumer warp arrives when its wgmma has read;
+//                                 the producer waits; the stage is free
+//   kv_empty                      one lane of each consumer warp arrives when dK and dV have left
+//                                 shared memory; the producer waits; K and V may be loaded
+//   dq_full[w]                    one lane of each warp of w arrives; the adder waits; w's part of
+//                                 dQ is in shared memory
+//   dq_empty[w]                   the adder arrives, 1; w waits; the part has been read
+//
+// Tiles without a query block touch none of these. Tile slots: see tile.cuh. Named barriers: see
+// traits.cuh.
+#pragma once
+
+#include "cutlass/arch/reg_reconfig.h"
+#include "device/backward/dq_adder.cuh"
+#include "device/backward/key_gradients.cuh"
+#include "device/backward/mainloop.cuh"
+#include "device/backward/producer.cuh"
+
+namespace fa {
+
+template <BackwardConfig kConfig>
+__device__ void backward_consumer(const BackwardParams& params,
+                                  typename BackwardTraits<kConfig>::Smem& smem, int thread) {
+  using Traits = BackwardTraits<kConfig>;
+  using Mainloop = BackwardMainloop<kConfig>;
+  using NamedBarrier = cutlass::arch::NamedBarrier;
+  Mainloop mainloop(params, smem, thread);
+  BackwardTileSlots::Ring slot;
+  for (;; smem.tiles.release(slot, thread)) {
+    const BackwardTile& tile = smem.tiles.take(slot);
+    if (!tile.more) return;
+    const KeyGradients<kConfig> gradients(params, tile);
+    if (tile.blocks.empty()) {
+      gradients.zero(params.dk, params.head_dim, thread);
+      gradients.zero(params.dv, params.head_dim_v, thread);
+      continue;
+    }
+    float dk[Mainloop::kCountDk];
+    float dv[Mainloop::kCountDv];
+    mainloop.run(tile, dk, dv);
+    // What follows from it would spill if it were kept through the main loop.
+    thread = opaque(thread);
+    gradients.template to_shared<Traits::kHeadDimV>(dv, 1.f, smem.v, thread);
+    // All consumer threads arrive and wait: no wgmma of the tile reads K any more.
+    NamedBarrier::sync(Traits::kConsumerThreads, Traits::kKRead);
+    gradients.template to_shared<Traits::kHeadDim>(dk, params.scale, smem.k, thread);
+    // The threads of a warpgroup arrive and wait: its rows of dK and dV are in shared memory.
+    NamedBarrier::sync(kWarpgroupSize, Traits::kWarpgroupBarrier + thread / kWarpgroupSize);
+    gradients.template to_global<Traits::kHeadDimV>(smem.v, params.dv, params.head_dim_v, thread);
+    gradients.template to_global<Traits::kHeadDim>(smem.k, params.dk, params.head_dim, thread);
+    cutlass::arch::fence_view_async_shared();
+    __syncwarp();
+    if (thread % kWarpSize == 0) cutlass::arch::ClusterBarrier::arrive(&smem.kv_empty);
+  }
+}
+
+template <typename Row>
+__global__ void __launch_bounds__(backward_num_threads(Row::kConfig), 1)
+    backward_kernel(const __grid_constant__ BackwardParams params) {
+  constexpr BackwardConfig kConfig = Row::kConfig;
+  using Traits = BackwardTraits<kConfig>;
+  using Smem = typename Traits::Smem;
+  using Barrier = cutlass::arch::ClusterBarrier;
+  extern __shared__ __align__(1024) char smem_bytes[];
+  Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
+  const int warpgroup = cutlass::canonical_warp_group_idx();
+
+  if (threadIdx.x == 0) {
+    // Without a query nothing is loaded, and an empty buffer has no descriptor.
+    if (params.sequences.total_q > 0) {
+      cute::prefetch_tma_descriptor(&params.q_tensor_map);
+      cute::prefetch_tma_descriptor(&params.dout_tensor_map);
+      cute::prefetch_tma_descriptor(&params.k_tensor_map);
+      cute::prefetch_tma_descriptor(&params.v_tensor_map);
+    }
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      Barrier::init(&smem.q_full[stage], 1);
+      Barrier::init(&smem.dout_full[stage], 1);
+      Barrier::init(&smem.q_empty[stage], Traits::kConsumerWarps);
+      Barrier::init(&smem.dout_empty[stage], Traits::kConsumerWarps);
+    }
+    for (int w = 0; w < Traits::kWarpgroups; ++w) {
+      Barrier::init(&smem.dq_full[w], kWarpgroupSize / kWarpSize);
+      Barrier::init(&smem.dq_empty[w], 1);
+    }
+    Barrier::init(&smem.k_full, 1);
+    Barrier::init(&smem.v_full, 1);
+    Barrier::init(&smem.kv_empty, Traits::kConsumerWarps);
+    smem.tiles.initialise(Traits::kConsumerWarps + 3);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == Traits::kWarpgroups) {
+    cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
+    const int warp = threadIdx.x / kWarpSize - Traits::kConsumerWarps;
+    if (warp == 0) {
+      BackwardProducer<kConfig>(params, smem).run_queries();
+    } else if (warp == 1) {
+      DqAdder<kConfig>(params, smem).run();
+    } else if (warp == 2 && cute::elect_one_sync()) {
+      smem.tiles.template schedule<Traits::kBlockM, Traits::kBlockN>(params);
+    } else if (warp == 3) {
+      BackwardProducer<kConfig>(params, smem).run_keys();
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
+    backward_consumer<kConfig>(params, smem, threadIdx.x);
+  }
+}
+
+}  // namespace fa
+
+// Compiles one row of kernels.def.
+#define INSTANTIATE_BACKWARD_KERNEL(dtype, head_dim, head_dim_v, block_m, block_n, stages)         \
+  namespace fa {                                                                                   \
+  struct backward_##dtype##_##head_dim##_##head_dim_v##_##block_m##_##block_n##_##stages {         \
+    static constexpr BackwardConfig kConfig{DataType::dtype, head_dim, head_dim_v,                 \
+                                            block_m,         block_n,  stages};                    \
+  };                                                                                               \
+  const void*                                                                                      \
+      backward_##dtype##_##head_dim##_##head_dim_v##_##block_m##_##block_n##_##stages##_symbol() { \
+    return reinterpret_cast<const void*>(                                                          \
+        &backward_kernel<                                                                          \
+            backward_##dtype##_##head_dim##_##head_dim_v##_##block_m##_##block_n##_##stages>);     \
+  }                                                                                                \
+  }

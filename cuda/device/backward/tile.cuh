@@ -1,0 +1,135 @@
+// The tiles of a persistent CTA. A tile is one block of keys, all heads of its group and all query
+// blocks that see any of the keys.
+//
+// One warp, the scheduler, finds them, reads the lengths and leaves what the others need in shared
+// memory, in a ring of two slots, so that it and the producer are one tile ahead of the consumers.
+// Tiles come through a counter on the device where they differ in length (the next CTA that is free
+// takes the next tile) and in fixed steps where they do not.
+#pragma once
+
+#include <climits>
+
+#include "cutlass/arch/barrier.h"
+#include "device/backward/params.h"
+#include "device/registers.cuh"
+#include "device/ring_position.cuh"
+
+namespace fa {
+
+struct BackwardTile {
+  int64_t row_begin;     // first key among the keys of all batch indices
+  int64_t query_block;   // query block 0 of the group's first head in the workspace
+  int operand_batch[4];  // batch index of q, k, v, dout
+  int head_kv;
+  int key_begin;  // first key, within the sequence
+  int num_rows;   // keys to write, from the first on
+  Span keys;
+  Span queries;
+  Window window;
+  QueryBlocks blocks;
+  QueryRange valid;  // queries whose Q and dO count
+  uint32_t phase;    // parity of the barriers of K and V
+  bool more;         // false: no tile, the end
+};
+
+static_assert(sizeof(BackwardTile) == kBackwardTileBytes);
+
+// One lane's work.
+template <int kBlockM, int kBlockN>
+__device__ void find_tile(const BackwardParams& params, int index, BackwardTile& tile) {
+  const TilePosition position = tile_position(params.order, index);
+  const int batch = position.head / params.heads_kv;
+  tile.head_kv = position.head - batch * params.heads_kv;
+  const auto descriptors = [&](const int32_t* base, BackwardOperand operand) {
+    return base == nullptr ? base : base + params.batch_map.offset(operand, opaque(batch));
+  };
+  const Sequences& sequences = params.sequences;
+  const int32_t* const cu_seqlens_k = descriptors(sequences.cu_seqlens_k, kBackwardCuSeqlensK);
+  const SlotPosition slot = slot_position(cu_seqlens_k, sequences.num_sequences, sequences.total_k,
+                                          position.row_block, kBlockN);
+  Span keys{0, 0};
+  Span queries{0, 0};
+  if (slot.sequence >= 0) {
+    keys = span_of(cu_seqlens_k, descriptors(sequences.seqused_k, kBackwardSequsedK), slot.sequence,
+                   sequences.total_k);
+    queries = span_of(descriptors(sequences.cu_seqlens_q, kBackwardCuSeqlensQ),
+                      descriptors(sequences.seqused_q, kBackwardSequsedQ), slot.sequence,
+                      sequences.total_q);
+  }
+  tile.keys = keys;
+  tile.queries = queries;
+  tile.key_begin = slot.row_begin;
+  // Packed, the rows outside every sequence are zero before the kernel starts.
+  tile.num_rows = (sequences.packed() ? keys.length : sequences.total_k) - slot.row_begin;
+  tile.row_begin = static_cast<int64_t>(batch) * sequences.total_k + keys.begin + slot.row_begin;
+  tile.query_block =
+      static_cast<int64_t>(position.head) * params.qhead_per_khead * params.workspace.q_slots +
+      first_slot(queries.begin, slot.sequence, kBlockM);
+  const Window window{params.window_left, params.window_right,
+                      params.top_left ? 0 : keys.length - queries.length};
+  tile.window = window;
+  tile.blocks = query_blocks(window, queries.length, keys.length, slot.row_begin, kBlockM, kBlockN);
+  QueryRange valid = seeing_queries(window, queries.length, keys.length);
+  // Where nothing but the buffer's end follows, TMA brings zeros.
+  if (queries.begin + valid.end >= sequences.total_q) valid.end = INT_MAX;
+  tile.valid = valid;
+  params.batch_map.offsets(opaque(batch), tile.operand_batch);
+}
+
+// `full[s]`: the scheduler arrives, 1; everybody else waits; slot s holds a tile.
+// `empty[s]`: one lane of each warp that reads arrives; the scheduler waits; the slot is free.
+struct BackwardTileSlots {
+  using Ring = RingPosition<2>;
+  using Barrier = cutlass::arch::ClusterBarrier;
+
+  BackwardTile tile[2];
+  uint64_t full[2];
+  uint64_t empty[2];
+
+  __device__ void initialise(int num_readers) {
+    for (int slot = 0; slot < 2; ++slot) {
+      Barrier::init(&full[slot], 1);
+      Barrier::init(&empty[slot], num_readers);
+    }
+  }
+
+  __device__ const BackwardTile& take(const Ring& ring) {
+    Barrier::wait(&full[ring.stage], ring.phase);
+    return tile[ring.stage];
+  }
+
+  __device__ void release(Ring& ring, int thread) {
+    __syncwarp();
+    if (thread % kWarpSize == 0) Barrier::arrive(&empty[ring.stage]);
+    ring.advance();
+  }
+
+  template <int kBlockM, int kBlockN>
+  __device__ void schedule(const BackwardParams& params) {
+    Ring ring;
+    uint32_t phase = 0;
+    const int step = static_cast<int>(gridDim.x);
+    for (int index = blockIdx.x;;) {
+      Barrier::wait(&empty[ring.stage], ring.phase ^ 1);
+      BackwardTile& next = tile[ring.stage];
+      next.more = index < params.num_tiles;
+      if (next.more) {
+        find_tile<kBlockM, kBlockN>(params, index, next);
+        next.phase = phase;
+        if (!next.blocks.empty()) phase ^= 1;
+      }
+      Barrier::arrive(&full[ring.stage]);
+      if (index >= params.num_tiles) return;
+      ring.advance();
+      index =
+          params.tile_counter == nullptr ? index + step : step + atomicAdd(params.tile_counter, 1);
+    }
+  }
+};
+
+__device__ inline QueryBlocks uniform(const QueryBlocks& blocks) {
+  return {uniform(blocks.begin), uniform(blocks.end), uniform(blocks.full_begin),
+          uniform(blocks.full_end)};
+}
+
+}  // namespace fa

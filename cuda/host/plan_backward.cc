@@ -1,0 +1,124 @@
+#include "host/plan_backward.h"
+
+#include <algorithm>
+
+#include "host/plan_support.h"
+#include "host/registry.h"
+
+namespace fa {
+namespace {
+
+// Queries, dO and the accumulator of the heads that run at the same time should stay in L2 (50 MB)
+// with room for the rest.
+constexpr int64_t kL2BytesForQueries = 32 << 20;
+
+// Positions are compared as sums of three lengths in 32 bits.
+constexpr int64_t kMaxLength = int64_t{1} << 29;
+
+// Among the rows that hold the call's columns the narrowest; of these the largest block of queries,
+// which has the most work between two barriers, or with a bounded window the smallest, which masks
+// least.
+const BackwardKernel& choose_kernel(const BackwardProblem& problem, bool bounded) {
+  const BackwardKernel* best = nullptr;
+  const auto columns = [](const BackwardKernel& kernel) {
+    return kernel.config.head_dim + kernel.config.head_dim_v;
+  };
+  for (const BackwardKernel& kernel : backward_kernels()) {
+    const BackwardConfig& config = kernel.config;
+    if (config.dtype != problem.dtype || config.head_dim < problem.head_dim ||
+        config.head_dim_v < problem.head_dim_v) {
+      continue;
+    }
+    const bool better =
+        best == nullptr || columns(kernel) < columns(*best) ||
+        (columns(kernel) == columns(*best) &&
+         (bounded ? config.block_m < best->config.block_m : config.block_m > best->config.block_m));
+    if (better) best = &kernel;
+  }
+  if (best == nullptr) throw NotCovered("no backward kernel of the table covers this call");
+  return *best;
+}
+
+// The row of another operation that goes with a backward row.
+template <typename Kernels, typename Config>
+BackwardLaunch matching(const Kernels& kernels, const Config& config) {
+  for (const auto& kernel : kernels) {
+    if (kernel.config == config) return {kernel.name, kernel.symbol != nullptr, 0, 0, 0};
+  }
+  throw NotCovered("the table has no kernel that goes with the backward's");
+}
+
+}  // namespace
+
+BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& device) {
+  check_head_dim("head_dim", problem.head_dim);
+  check_head_dim("head_dim_v", problem.head_dim_v);
+  require(problem.qhead_per_khead >= 1, "qhead_per_khead", problem.qhead_per_khead, "1 or more");
+  require(problem.window_left >= -1, "window_left", problem.window_left, "-1 or more");
+  require(problem.window_right >= -1, "window_right", problem.window_right, "-1 or more");
+  require(problem.sequences >= 0 && (problem.has_cu_seqlens || problem.sequences == 1), "sequences",
+          problem.sequences, "1, or with cu_seqlens 0 or more");
+  if (problem.seqlen_q > kMaxLength || problem.seqlen_k > kMaxLength ||
+      problem.sequences > kMaxLength) {
+    throw NotCovered("sequences are counted in 29 bits");
+  }
+  BackwardPlan plan;
+  // A window that reaches past any position bounds nothing.
+  const int64_t farthest = problem.seqlen_q + problem.seqlen_k;
+  const auto clip = [&](int64_t window) {
+    return window > farthest ? -1 : static_cast<int>(window);
+  };
+  plan.window_left = clip(problem.window_left);
+  plan.window_right = clip(problem.window_right);
+  const bool bounded = plan.window_left >= 0 || plan.window_right >= 0;
+  const BackwardKernel& kernel = choose_kernel(problem, bounded);
+  const BackwardConfig& config = kernel.config;
+  plan.config = config;
+  plan.main = {kernel.name, kernel.symbol != nullptr, 0, backward_num_threads(config),
+               backward_smem_bytes(config)};
+  plan.preprocess = matching(preprocess_kernels(), PreprocessConfig{config.dtype});
+  plan.preprocess.num_threads = kPreprocessThreads;
+  const PostprocessConfig postprocess{config.dtype, config.head_dim, config.block_m};
+  plan.postprocess = matching(postprocess_kernels(), postprocess);
+  plan.postprocess.num_threads = kPostprocessThreads;
+  plan.postprocess.smem_bytes = postprocess_smem_bytes(postprocess);
+
+  const int64_t group = problem.qhead_per_khead;
+  const int64_t heads = problem.batch * problem.heads_kv;
+  const int64_t q_slots =
+      num_slots(problem.seqlen_q, problem.sequences, config.block_m, problem.has_cu_seqlens);
+  const int64_t k_slots =
+      num_slots(problem.seqlen_k, problem.sequences, config.block_n, problem.has_cu_seqlens);
+  plan.q_slots = static_cast<int>(q_slots);
+  plan.dq_accum_size = std::max<int64_t>(1, group * q_slots * config.block_m * config.head_dim);
+  plan.statistics_size = std::max<int64_t>(1, group * q_slots * 2 * config.block_m);
+  // The tile counter, and with `deterministic` a turn per block.
+  plan.semaphore_size = 1 + (problem.deterministic ? group * q_slots : 0);
+  plan.num_tiles = k_slots * heads;
+  const int64_t query_tiles = q_slots * heads * group;
+  if (plan.num_tiles > kInt32Max / 2 || query_tiles > kInt32Max) {
+    throw NotCovered("tiles are counted in 30 bits");
+  }
+  const int64_t bytes_per_head = std::max<int64_t>(
+      1, group * problem.seqlen_q *
+             (6 * problem.head_dim + size_bytes(problem.dtype) * problem.head_dim_v));
+  const int64_t section = bounded ? kL2BytesForQueries / bytes_per_head : 1;
+  plan.order.row_blocks = static_cast<int>(k_slots);
+  plan.order.heads = static_cast<int>(heads);
+  plan.order.section_heads =
+      static_cast<int>(std::max<int64_t>(1, std::min(std::max<int64_t>(1, section), heads)));
+  // With a causal mask the first keys are seen by the most queries. Ascending order is also what
+  // lets a tile wait for those before it.
+  plan.order.last_first = false;
+  plan.main.grid = static_cast<int>(std::min<int64_t>(plan.num_tiles, device.num_sms));
+  plan.dynamic =
+      plan.num_tiles > plan.main.grid &&
+      (bounded || problem.has_cu_seqlens || problem.has_seqused_q || problem.has_seqused_k);
+  // Without a key or a query the kernels have nothing to add up, but dQ (dK and dV) are written.
+  plan.preprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;
+  plan.postprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;
+  if (problem.seqlen_q == 0) plan.main.grid = 0;
+  return plan;
+}
+
+}  // namespace fa

@@ -1,0 +1,194 @@
+"""Backward plans and index maps: pure functions, checked without a device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from jax_fa_epilogue import _native
+
+maps = _native.index_maps
+
+WINDOWS = [(-1, -1), (-1, 0), (0, 0), (5, -1), (5, 3), (-1, 7), (25, 0)]
+LENGTHS = [(1, 1), (7, 20), (20, 7), (21, 21), (16, 0), (0, 16), (1, 30), (30, 1)]
+
+
+def problems():
+    for (left, right), (seqlen_q, seqlen_k), top_left in itertools.product(
+        WINDOWS, LENGTHS, (False, True)
+    ):
+        yield left, right, 0 if top_left else seqlen_k - seqlen_q, seqlen_q, seqlen_k
+
+
+def sees(left, right, shift, seqlen_k, query, key):
+    begin, end = maps.visible_keys(left, right, shift, seqlen_k, query)
+    return begin <= key < end
+
+
+def test_visible_queries_are_the_other_side_of_visible_keys():
+    for left, right, shift, seqlen_q, seqlen_k in problems():
+        for key in range(seqlen_k + 3):
+            begin, end = maps.visible_queries(left, right, shift, seqlen_q, seqlen_k, key)
+            for query in range(seqlen_q):
+                expected = key < seqlen_k and sees(left, right, shift, seqlen_k, query, key)
+                assert (begin <= query < end) == expected
+
+
+def test_seeing_queries():
+    for left, right, shift, seqlen_q, seqlen_k in problems():
+        begin, end = maps.seeing_queries(left, right, shift, seqlen_q, seqlen_k)
+        for query in range(seqlen_q):
+            expected = any(
+                sees(left, right, shift, seqlen_k, query, key) for key in range(seqlen_k)
+            )
+            assert (begin <= query < end) == expected
+
+
+@pytest.mark.parametrize("block_m, block_n", [(4, 8), (5, 8), (64, 128)])
+def test_query_blocks_hold_every_visible_pair_and_masks_where_needed(block_m, block_n):
+    for left, right, shift, seqlen_q, seqlen_k in problems():
+        for first in range(0, seqlen_k, block_n):
+            begin, end, full_begin, full_end = maps.query_blocks(
+                left, right, shift, seqlen_q, seqlen_k, first, block_m, block_n
+            )
+            for block in range(-(-seqlen_q // block_m)):
+                queries = range(block * block_m, min((block + 1) * block_m, seqlen_q))
+                pairs = [
+                    key < seqlen_k and sees(left, right, shift, seqlen_k, query, key)
+                    for query in queries
+                    for key in range(first, first + block_n)
+                ]
+                assert any(pairs) <= (begin <= block < end)
+                if begin <= block < end and full_begin <= block < full_end:
+                    assert all(pairs)
+
+
+@pytest.mark.parametrize("block_m, block_n", [(4, 8), (5, 8)])
+def test_turns_count_the_visitors_of_a_block(block_m, block_n):
+    """A tile waits for as many additions as tiles before it make: none is missing, none waits."""
+    for left, right, shift, seqlen_q, seqlen_k in problems():
+        visited = [
+            maps.query_blocks(left, right, shift, seqlen_q, seqlen_k, first, block_m, block_n)[:2]
+            for first in range(0, seqlen_k, block_n)
+        ]
+        for block in range(-(-seqlen_q // block_m)):
+            added = 0
+            for tile, (begin, end) in enumerate(visited):
+                if begin <= block < end:
+                    turn = tile - maps.first_visitor(
+                        left, right, shift, seqlen_k, block, block_m, block_n
+                    )
+                    assert turn == added
+                    added += 1
+
+
+@pytest.mark.parametrize("block", [4, 64])
+@pytest.mark.parametrize(
+    "cu_seqlens", [[0, 0], [0, 5], [0, 4, 4, 9, 9, 30], [2, 3, 3, 20], [0, 1, 2, 3, 4, 5]]
+)
+def test_slots_hold_every_row_of_every_sequence_once(cu_seqlens, block):
+    total = cu_seqlens[-1] + 3
+    sequences = len(cu_seqlens) - 1
+    found = []
+    for slot in range(maps.num_slots(total, sequences, block, True)):
+        sequence, row = maps.slot_position(cu_seqlens, sequences, total, slot, block)
+        if sequence < 0:
+            continue
+        begin, length = maps.span_of(cu_seqlens, [], sequence, total)
+        found += [begin + r for r in range(row, min(row + block, length))]
+    assert found == list(range(cu_seqlens[0], cu_seqlens[-1]))
+
+
+@pytest.mark.parametrize("cu_seqlens", [[9, 3, 50, -7, 12], [100, 200, 300], [-5, 4, 1000, 2, 2]])
+def test_lying_descriptors_stay_inside(cu_seqlens):
+    total, block = 20, 4
+    sequences = len(cu_seqlens) - 1
+    slots = maps.num_slots(total, sequences, block, True)
+    for sequence in range(sequences):
+        begin, length = maps.span_of(cu_seqlens, [5] * sequences, sequence, total)
+        assert 0 <= begin <= begin + length <= total
+        last = begin // block + sequence + -(-length // block)
+        assert last <= slots
+    for slot in range(slots):
+        sequence, row = maps.slot_position(cu_seqlens, sequences, total, slot, block)
+        assert -1 <= sequence < sequences and row >= 0
+
+
+@pytest.mark.parametrize("block_m, head_dim", [(64, 128), (80, 128), (128, 64), (64, 256)])
+def test_accumulator_of_dq_is_a_permutation(block_m, head_dim):
+    count = block_m * head_dim // 256
+    elements, offsets = set(), set()
+    for thread, index in itertools.product(range(256), range(count)):
+        row, column = maps.dq_coordinate(thread, index, block_m, head_dim, 2)
+        assert 0 <= row < block_m and 0 <= column < head_dim
+        elements.add((row, column))
+        offsets.add(maps.dq_offset(thread, index, block_m, head_dim, 2))
+    assert len(elements) == block_m * head_dim
+    assert offsets == set(range(block_m * head_dim))
+
+
+def backward(**changes):
+    problem = {
+        "dtype": "bf16",
+        "batch": 2,
+        "heads_kv": 4,
+        "qhead_per_khead": 2,
+        "sequences": 1,
+        "seqlen_q": 1000,
+        "seqlen_k": 1000,
+        "head_dim": 128,
+        "head_dim_v": 128,
+    }
+    return _native.plan_backward(**(problem | changes))
+
+
+@pytest.mark.parametrize("head_dim", (8, 64, 72, 128))
+@pytest.mark.parametrize("head_dim_v", (8, 64, 128))
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+@pytest.mark.parametrize("right", [-1, 0])
+def test_a_kernel_that_holds_the_columns_and_fits(head_dim, head_dim_v, dtype, right):
+    plan = backward(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, window_right=right)
+    assert plan["head_dim"] >= head_dim and plan["head_dim_v"] >= head_dim_v
+    assert plan["dtype"] == dtype
+    assert plan["main"]["smem_bytes"] <= 227 * 1024
+    assert plan["postprocess"]["kernel"] == f"postprocess_{dtype}_{plan['head_dim']}_" + str(
+        plan["block_m"]
+    )
+
+
+def test_workspace_is_one_fp32_copy_of_q_in_whole_blocks():
+    plan = backward()
+    blocks = -(-1000 // plan["block_m"])
+    assert plan["q_slots"] == blocks
+    assert plan["dq_accum_size"] == 2 * blocks * plan["block_m"] * plan["head_dim"]
+    assert plan["statistics_size"] == 2 * blocks * plan["block_m"] * 2
+    assert plan["semaphore_size"] == 1
+    assert backward(deterministic=True)["semaphore_size"] == 1 + 2 * blocks
+    packed = backward(batch=1, has_cu_seqlens=True, sequences=7)
+    assert packed["q_slots"] == 1000 // plan["block_m"] + 7
+
+
+def test_tiles_and_launches():
+    plan = backward()
+    assert plan["num_tiles"] == 2 * 4 * 8
+    assert plan["main"]["grid"] == 64
+    assert plan["preprocess"]["grid"] == plan["postprocess"]["grid"] == 2 * 8 * plan["q_slots"]
+    assert not plan["dynamic"]
+    causal = backward(batch=8, window_right=0)
+    assert causal["dynamic"] and causal["main"]["grid"] == 132
+    assert not backward(batch=8)["dynamic"]
+    assert backward(seqlen_q=0)["main"]["grid"] == 0
+
+
+def test_wrong_problems():
+    with pytest.raises(ValueError, match="head_dim = 12, allowed: multiples of 8"):
+        backward(head_dim=12)
+    with pytest.raises(ValueError, match="qhead_per_khead = 0"):
+        backward(qhead_per_khead=0)
+    with pytest.raises(ValueError, match="sequences = 3"):
+        backward(sequences=3)
+    with pytest.raises(NotImplementedError, match="29 bits"):
+        backward(seqlen_q=2**29 + 1)
+    with pytest.raises(NotImplementedError, match="30 bits"):
+        backward(batch=2**22, heads_kv=2**10)
