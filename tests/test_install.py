@@ -142,8 +142,9 @@ def test_demonstration_names_a_missing_device(capsys):
 
 
 def test_readme_examples_run(tmp_path):
-    (block,) = re.findall(r"```python\n(.*?)```", (SOURCE / "README.md").read_text(), re.DOTALL)
-    got = run_python("-c", block, cwd=tmp_path)
+    """All of them as one script: later ones go on where the first ends."""
+    blocks = re.findall(r"```python\n(.*?)```", (SOURCE / "README.md").read_text(), re.DOTALL)
+    got = run_python("-c", "\n".join(blocks), cwd=tmp_path)
     assert got.returncode == 0, got.stderr
 
 
