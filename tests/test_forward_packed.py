@@ -289,8 +289,8 @@ def test_r09_no_tokens():
 
 
 def test_many_sequences_of_one_token():
-    """100,000 sequences, found on the device; each query sees its one key."""
-    count, padding = 100_000, 3
+    """Found on the device; each query sees its one key. The reference takes a ms for each."""
+    count, padding = 100_000 if KERNELS else 1_000, 3
     v = jax.random.normal(jax.random.key(0), (count + padding, 1, 64), jnp.bfloat16)
     cu_seqlens = jnp.arange(count + 1, dtype=jnp.int32)
     attend = functools.partial(
