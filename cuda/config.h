@@ -23,6 +23,8 @@ constexpr const char* name(ColumnOrder order) {
   return order == ColumnOrder::plain ? "plain" : "fp8";
 }
 
+inline constexpr float kLog2E = 1.44269504f;
+
 inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kRowsPerWarpgroup = 64;

@@ -15,10 +15,6 @@ struct RingPosition {
       phase ^= 1;
     }
   }
-  // After `count` steps from the start.
-  static __device__ RingPosition at(int count) {
-    return {count % kStages, static_cast<uint32_t>(count / kStages) % 2};
-  }
   __device__ RingPosition previous() const {
     return stage == 0 ? RingPosition{kStages - 1, phase ^ 1} : RingPosition{stage - 1, phase};
   }

@@ -26,7 +26,6 @@ struct WgmmaSs;
 #define FA_REGISTERS_8 "%64,%65,%66,%67,%68,%69,%70,%71"
 #define FA_REGISTERS_9 "%72,%73,%74,%75,%76,%77,%78,%79"
 #define FA_REGISTERS_10 "%80,%81,%82,%83,%84,%85,%86,%87"
-#define FA_REGISTERS_11 "%88,%89,%90,%91,%92,%93,%94,%95"
 #define FA_OPERANDS(i)                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -94,17 +93,6 @@ FA_WGMMA_112(f16, "f16")
 FA_WGMMA_128(bf16, "bf16")
 FA_WGMMA_128(f16, "f16")
 #undef FA_WGMMA_128
-#define FA_WGMMA_144(type, ptx_type)                                                      \
-  FA_DEFINE_WGMMA(type, ptx_type, 144,                                                    \
-                  FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 \
-                                 "," FA_REGISTERS_4 "," FA_REGISTERS_5 "," FA_REGISTERS_6 \
-                                 "," FA_REGISTERS_7 "," FA_REGISTERS_8,                   \
-                  "%72", "%73", "%74", "%75", "%76", FA_OPERANDS(0), FA_OPERANDS(8),      \
-                  FA_OPERANDS(16), FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40),     \
-                  FA_OPERANDS(48), FA_OPERANDS(56), FA_OPERANDS(64))
-FA_WGMMA_144(bf16, "bf16")
-FA_WGMMA_144(f16, "f16")
-#undef FA_WGMMA_144
 #define FA_WGMMA_176(type, ptx_type)                                                             \
   FA_DEFINE_WGMMA(                                                                               \
       type, ptx_type, 176,                                                                       \
@@ -117,18 +105,6 @@ FA_WGMMA_144(f16, "f16")
 FA_WGMMA_176(bf16, "bf16")
 FA_WGMMA_176(f16, "f16")
 #undef FA_WGMMA_176
-#define FA_WGMMA_192(type, ptx_type)                                                             \
-  FA_DEFINE_WGMMA(                                                                               \
-      type, ptx_type, 192,                                                                       \
-      FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 "," FA_REGISTERS_4 \
-                     "," FA_REGISTERS_5 "," FA_REGISTERS_6 "," FA_REGISTERS_7 "," FA_REGISTERS_8 \
-                     "," FA_REGISTERS_9 "," FA_REGISTERS_10 "," FA_REGISTERS_11,                 \
-      "%96", "%97", "%98", "%99", "%100", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),       \
-      FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56),       \
-      FA_OPERANDS(64), FA_OPERANDS(72), FA_OPERANDS(80), FA_OPERANDS(88))
-FA_WGMMA_192(bf16, "bf16")
-FA_WGMMA_192(f16, "f16")
-#undef FA_WGMMA_192
 
 #undef FA_REGISTERS_0
 #undef FA_REGISTERS_1
@@ -141,7 +117,6 @@ FA_WGMMA_192(f16, "f16")
 #undef FA_REGISTERS_8
 #undef FA_REGISTERS_9
 #undef FA_REGISTERS_10
-#undef FA_REGISTERS_11
 #undef FA_OPERANDS
 #undef FA_DEFINE_WGMMA
 

@@ -5,8 +5,6 @@
 namespace fa {
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-
 template <typename Kernels, typename Params>
 void launch_part(const BackwardLaunch& part, const Kernels& kernels, const Params& params,
                  cudaStream_t stream) {

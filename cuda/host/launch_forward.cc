@@ -11,8 +11,6 @@
 namespace fa {
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
-
 // The softmax takes its maximum over scores and scales by a positive number afterwards: a negative
 // or vanishing scale moves into the score.
 void set_scale(ForwardParams& params, float softmax_scale, float softcap) {

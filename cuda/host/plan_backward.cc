@@ -63,13 +63,9 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
     throw NotCovered("sequences are counted in 29 bits");
   }
   BackwardPlan plan;
-  // A window that reaches past any position bounds nothing.
   const int64_t farthest = problem.seqlen_q + problem.seqlen_k;
-  const auto clip = [&](int64_t window) {
-    return window > farthest ? -1 : static_cast<int>(window);
-  };
-  plan.window_left = clip(problem.window_left);
-  plan.window_right = clip(problem.window_right);
+  plan.window_left = clip_window(problem.window_left, farthest);
+  plan.window_right = clip_window(problem.window_right, farthest);
   const bool bounded = plan.window_left >= 0 || plan.window_right >= 0;
   const BackwardKernel& kernel = choose_kernel(problem, bounded);
   const BackwardConfig& config = kernel.config;

@@ -36,13 +36,9 @@ Bounds bounds_of(const ForwardProblem& problem) {
   Bounds bounds;
   bounds.seqlen_q = longest(problem.seqlen_q, problem.max_seqlen_q);
   bounds.seqlen_k = longest(problem.seqlen_k, problem.max_seqlen_k);
-  // A window that reaches past any position bounds nothing.
   const int64_t farthest = bounds.seqlen_q + bounds.seqlen_k;
-  const auto clip_window = [&](int64_t window) {
-    return window > farthest ? -1 : static_cast<int>(window);
-  };
-  bounds.window_left = clip_window(problem.window_left);
-  bounds.window_right = clip_window(problem.window_right);
+  bounds.window_left = clip_window(problem.window_left, farthest);
+  bounds.window_right = clip_window(problem.window_right, farthest);
   return bounds;
 }
 

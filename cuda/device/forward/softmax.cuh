@@ -29,8 +29,6 @@ __device__ inline float exp2_approx(float x) {
   return y;
 }
 
-inline constexpr float kLog2E = 1.44269504f;
-
 struct OnlineSoftmax {
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};

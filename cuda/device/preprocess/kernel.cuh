@@ -44,7 +44,6 @@ template <typename Row>
 __global__ void __launch_bounds__(kPreprocessThreads)
     preprocess_kernel(const __grid_constant__ PreprocessParams params) {
   constexpr DataType kType = Row::kConfig.dtype;
-  constexpr float kLog2E = 1.44269504f;
   const int slots = params.workspace.q_slots;
   const int64_t workspace_block = blockIdx.x;
   const int head_of_all = blockIdx.x / slots;
