@@ -40,8 +40,8 @@ def visible_keys(seqlen_q, seqlen_k, window=(-1, -1), causal=False, top_left=Fal
 def one_head(q, k, v, mask, scale, softcap=0.0, bias=None, dout=None, dlse=None, round_to=None):
     """Attention of one head, q (M, D), k (N, D), v (N, Dv), mask (M, N), all float64.
 
-    With `round_to`, logits, weights, the results and what the gradients are made of are rounded to
-    that dtype, as a computation without a fused kernel does.
+    With `round_to`, logits, weights, the result and the gradients of weights and logits are rounded
+    to that dtype, as a computation without a fused kernel does.
     """
 
     def rounded(x):
@@ -74,8 +74,7 @@ def one_head(q, k, v, mask, scale, softcap=0.0, bias=None, dout=None, dlse=None,
     delta = (weights * dweights).sum(axis=1, keepdims=True) - dlse[:, None]
     dlogits = rounded(weights * (dweights - delta))
     dproduct = dlogits * slope * scale
-    dq, dk, dv = (rounded(x) for x in (dproduct @ k, dproduct.T @ q, weights.T @ dout))
-    return out, lse, dq, dk, dv, dlogits
+    return out, lse, dproduct @ k, dproduct.T @ q, weights.T @ dout, dlogits
 
 
 def attention(
