@@ -230,6 +230,15 @@ def test_packed_forward_reserves_a_tile_per_segment():
     assert forward()["schedule_kernel"] == ""
 
 
+@pytest.mark.parametrize(
+    ("sequences", "kernel"),
+    [(3, "schedule_1024_1"), (1022, "schedule_1024_1"), (1023, "schedule_1024_8")],
+)
+def test_packed_forward_looks_at_few_sequences_at_once(sequences, kernel):
+    assert packed(sequences=sequences)["schedule_kernel"] == kernel
+    assert packed(sequences=10**6)["schedule_kernel"] == "schedule_1024_8"
+
+
 def test_packed_forward_chooses_by_the_longest_sequence():
     assert packed(max_seqlen_q=1)["block_m"] == 64
     assert packed(max_seqlen_q=1)["pack_gqa"]

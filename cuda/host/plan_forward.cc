@@ -136,6 +136,16 @@ int64_t choose_splits(const ForwardProblem& problem, const Bounds& bounds, int64
   return std::max<int64_t>(most, 1);
 }
 
+// Items that a thread does not need cost as much time as those it does: the fewest with which the
+// CTA looks at all segments at once.
+const ScheduleKernel& choose_schedule(int64_t num_segments) {
+  const std::vector<ScheduleKernel>& kernels = schedule_kernels();
+  for (const ScheduleKernel& kernel : kernels) {
+    if (int64_t{kernel.config.max_threads} * kernel.config.items >= num_segments) return kernel;
+  }
+  return kernels.back();
+}
+
 }  // namespace
 
 ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device) {
@@ -190,7 +200,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   int64_t order_heads = heads * splits;
   plan.workspace_size = 1;
   if (problem.has_cu_seqlens) {
-    const ScheduleKernel& schedule = schedule_kernels().front();
+    const ScheduleKernel& schedule = choose_schedule(problem.batch * (problem.sequences + 2));
     plan.schedule_kernel = schedule.name;
     plan.built = plan.built && schedule.symbol != nullptr;
     plan.workspace_size = Schedule::size(problem.sequences);
