@@ -58,9 +58,15 @@ struct CombineConfig {
 };
 
 inline constexpr int kCombineWarps = 8;        // each an independent worker
-inline constexpr int kCombineRowsPerWarp = 4;  // consecutive queries of one head
+inline constexpr int kCombineRowsPerWarp = 4;  // at most; consecutive queries of one head
 inline constexpr int kCombineBlocksPerSm = 4;
 inline constexpr int kCombineMaxSplits = 256;
+
+// Queries of a warp where there are few: as many as its lanes hold with 16 bytes each.
+constexpr int combine_few_queries(int head_dim) {
+  const int queries = kWarpSize * 4 / head_dim;
+  return queries < 1 ? 1 : queries < kCombineRowsPerWarp ? queries : kCombineRowsPerWarp;
+}
 
 constexpr int combine_smem_bytes(int num_splits) {
   return kCombineWarps * kCombineRowsPerWarp * (num_splits + 1) * 4;

@@ -28,6 +28,7 @@ def reachable():
                 batch=2,
                 heads_kv=2,
                 qhead_per_khead=1,
+                sequences=1 if right else 5000,
                 seqlen_q=seqlen_q,
                 seqlen_k=512,
                 head_dim=head_dim,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from jax_fa_epilogue import _native
@@ -84,9 +86,14 @@ def test_split_counts_out_of_range(num_splits):
         combine(num_splits=num_splits)
 
 
-def test_combine_tasks_cover_every_row():
-    plan = combine(seqlen=17, batch=2, heads=3)
-    assert plan["num_tasks"] == 2 * 3 * 5
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "queries_per_warp"),
+    [(128, 2, 1), (64, 2, 2), (32, 2, 4), (256, 2, 1), (128, 2000, 4), (64, 2000, 4)],
+)
+def test_combine_tasks_cover_every_row(head_dim, batch, queries_per_warp):
+    plan = combine(seqlen=17, batch=batch, heads=3, head_dim=head_dim)
+    assert plan["queries_per_warp"] == queries_per_warp
+    assert plan["num_tasks"] == batch * 3 * -(-17 // queries_per_warp)
     assert plan["grid"] * plan["num_threads"] // 32 >= plan["num_tasks"]
 
 
@@ -132,6 +139,7 @@ def test_golden_plans():
         "grid": 4096,
         "num_threads": 256,
         "smem_bytes": 1152,
+        "queries_per_warp": 4,
         "num_tasks": 32768,
     }
 
@@ -197,6 +205,15 @@ def test_forward_with_a_causal_mask_starts_with_the_longest_tiles():
     assert forward(has_seqused_k=True)["dynamic"]
 
 
+def test_a_side_that_excludes_no_key_is_no_window():
+    """As a causal mask for the last query."""
+    many = functools.partial(forward, batch=100)
+    assert not many(seqlen_q=1, window_right=0)["dynamic"]
+    assert many(seqlen_q=2, window_right=0)["dynamic"]
+    assert not many(seqlen_q=5, seqlen_k=9, window_left=8)["dynamic"]
+    assert many(seqlen_q=5, seqlen_k=9, window_left=7)["dynamic"]
+
+
 def packed(**changes):
     problem = {"has_cu_seqlens": True, "sequences": 3, "batch": 1, "max_seqlen_q": 400}
     return forward(**(problem | {"max_seqlen_k": 400} | changes))
@@ -211,6 +228,15 @@ def test_packed_forward_reserves_a_tile_per_segment():
     assert plan["workspace_size"] == 3 + 4 * (3 + 2)
     assert forward()["workspace_size"] == 1
     assert forward()["schedule_kernel"] == ""
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kernel"),
+    [(3, "schedule_1024_1"), (1022, "schedule_1024_1"), (1023, "schedule_1024_8")],
+)
+def test_packed_forward_looks_at_few_sequences_at_once(sequences, kernel):
+    assert packed(sequences=sequences)["schedule_kernel"] == kernel
+    assert packed(sequences=10**6)["schedule_kernel"] == "schedule_1024_8"
 
 
 def test_packed_forward_chooses_by_the_longest_sequence():

@@ -223,6 +223,7 @@ NB_MODULE(_native, module) {
         const CombinePlan plan =
             plan_combine({parse_data_type(out_dtype), batch, heads, seqlen, head_dim, num_splits});
         nb::dict dict = to_dict(plan);
+        dict["queries_per_warp"] = plan.queries_per_warp;
         dict["num_tasks"] = plan.num_tasks;
         return dict;
       },

@@ -23,6 +23,8 @@ constexpr int64_t kFewRows = kRowsPerWarpgroup;
 struct Bounds {
   int64_t seqlen_q;  // of a sequence
   int64_t seqlen_k;
+  int64_t farthest_left;  // from any query to a key on its left
+  int64_t farthest_right;
   int window_left;  // -1 where it excludes no key
   int window_right;
 
@@ -36,9 +38,10 @@ Bounds bounds_of(const ForwardProblem& problem) {
   Bounds bounds;
   bounds.seqlen_q = longest(problem.seqlen_q, problem.max_seqlen_q);
   bounds.seqlen_k = longest(problem.seqlen_k, problem.max_seqlen_k);
-  const int64_t farthest = bounds.seqlen_q + bounds.seqlen_k;
-  bounds.window_left = clip_window(problem.window_left, farthest);
-  bounds.window_right = clip_window(problem.window_right, farthest);
+  bounds.farthest_left = (problem.top_left ? bounds.seqlen_q : bounds.seqlen_k) - 1;
+  bounds.farthest_right = (problem.top_left ? bounds.seqlen_k : bounds.seqlen_q) - 1;
+  bounds.window_left = clip_window(problem.window_left, bounds.farthest_left);
+  bounds.window_right = clip_window(problem.window_right, bounds.farthest_right);
   return bounds;
 }
 
@@ -96,12 +99,15 @@ int64_t expected_tiles(const ForwardProblem& problem, const Bounds& bounds, int6
 int64_t choose_splits(const ForwardProblem& problem, const Bounds& bounds, int64_t tiles,
                       const ForwardConfig& config, int num_sms) {
   constexpr int64_t kMaxSplits = 128;
-  int64_t keys = bounds.seqlen_k;
-  if (bounds.window_left >= 0 && bounds.window_right >= 0) {
-    keys = std::min<int64_t>(keys, bounds.window_left + bounds.window_right + config.block_m);
-  }
+  const auto reach = [](int64_t window, int64_t farthest) {
+    return window >= 0 ? window : farthest;
+  };
+  const int64_t keys = std::min(
+      bounds.seqlen_k, reach(bounds.window_left, bounds.farthest_left) +
+                           reach(bounds.window_right, bounds.farthest_right) + config.block_m);
   const int64_t blocks = ceil_div(keys, config.block_n);
-  if (tiles == 0 || 10 * tiles >= 8 * num_sms || blocks <= 4) return 1;
+  constexpr int64_t kFewKeys = 512;
+  if (tiles == 0 || 10 * tiles >= 8 * num_sms || keys <= kFewKeys) return 1;
   // Partial results may take twice the memory of the final ones and 64 MiB.
   constexpr int64_t kFreeBytes = 64 << 20;
   const int64_t rows =
@@ -128,6 +134,16 @@ int64_t choose_splits(const ForwardProblem& problem, const Bounds& bounds, int64
     if (eligible(splits) && efficiency(splits) >= 0.95 * best) return splits;
   }
   return std::max<int64_t>(most, 1);
+}
+
+// Items that a thread does not need cost as much time as those it does: the fewest with which the
+// CTA looks at all segments at once.
+const ScheduleKernel& choose_schedule(int64_t num_segments) {
+  const std::vector<ScheduleKernel>& kernels = schedule_kernels();
+  for (const ScheduleKernel& kernel : kernels) {
+    if (int64_t{kernel.config.max_threads} * kernel.config.items >= num_segments) return kernel;
+  }
+  return kernels.back();
 }
 
 }  // namespace
@@ -184,7 +200,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   int64_t order_heads = heads * splits;
   plan.workspace_size = 1;
   if (problem.has_cu_seqlens) {
-    const ScheduleKernel& schedule = schedule_kernels().front();
+    const ScheduleKernel& schedule = choose_schedule(problem.batch * (problem.sequences + 2));
     plan.schedule_kernel = schedule.name;
     plan.built = plan.built && schedule.symbol != nullptr;
     plan.workspace_size = Schedule::size(problem.sequences);

@@ -120,6 +120,8 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
+  // What merges partial results may be launched now; it waits for this kernel's end by itself.
+  if constexpr (kConfig.output == Output::partial) cudaTriggerProgrammaticLaunchCompletion();
 
   if (warpgroup == Traits::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
