@@ -71,8 +71,14 @@ def package_text() -> np.ndarray:
     return np.frombuffer(text, np.uint8).astype(np.int32)
 
 
-def initialise(settings: Settings, key: jax.Array) -> Tree:
-    """Parameters; those of the blocks have the layer as their first axis."""
+def optimiser(settings: Settings) -> optax.GradientTransformation:
+    """AdamW behind a clip of the gradient's norm."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(settings.learning_rate))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def start(settings: Settings, key: jax.Array) -> tuple[Tree, Tree]:
+    """Parameters, those of the blocks with the layer as first axis, and the optimiser's state."""
     width, layers = settings.width, settings.layers
     shapes = {
         "q": (layers, width, settings.heads, settings.head_dim),
@@ -88,8 +94,8 @@ def initialise(settings: Settings, key: jax.Array) -> Tree:
         name: 0.02 * jax.random.normal(k, shape)
         for k, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
-    outside = {name: weights.pop(name) for name in ("tokens", "positions")}
-    return outside | {"blocks": weights}
+    params = {name: weights.pop(name) for name in ("tokens", "positions")} | {"blocks": weights}
+    return params, optimiser(settings).init(params)
 
 
 def normalise(x: jax.Array) -> jax.Array:
@@ -125,11 +131,6 @@ def loss_of(settings: Settings, attention: str, params: Tree, tokens: jax.Array)
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def optimiser(settings: Settings) -> optax.GradientTransformation:
-    """AdamW behind a clip of the gradient's norm."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(settings.learning_rate))
-
-
 @functools.partial(
     jax.jit, static_argnames=("settings", "attention"), donate_argnames=("params", "state")
 )
@@ -150,19 +151,18 @@ def step(
 def train(settings: Settings, attention: str) -> tuple[np.ndarray, float]:
     """Train from the same start on the same batches; loss of each step, and tokens per second."""
     key = jax.random.key(0)
-    params = initialise(settings, key)
-    state = optimiser(settings).init(params)
+    params, state = start(settings, key)
     text = jnp.asarray(package_text())
     losses = []
     for i in range(settings.steps):
         if i == WARM_UP:
             jax.block_until_ready(losses)
-            start = time.perf_counter()
+            begin = time.perf_counter()
         batch_key = jax.random.fold_in(key, i)
         params, state, loss = step(settings, attention, params, state, text, batch_key)
         losses.append(loss)
     jax.block_until_ready((params, losses))
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - begin
     tokens = (settings.steps - WARM_UP) * settings.batch * settings.seqlen
     return np.array(losses), tokens / seconds
 
