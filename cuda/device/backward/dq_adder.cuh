@@ -72,8 +72,9 @@ class DqAdder {
     static_assert(Traits::kWarpgroups == 2);
   }
 
+  // All lanes poll. Were it one only, the others would go on to the next barrier in shared memory, and
+  // a warp that sleeps there for one lane sleeps for all, up to 10 ms at a time.
   __device__ void wait_for_turn(const BackwardTile& tile, int block, int64_t workspace_block) {
-    if (!issues_) return;
     const int before = tiles_before(tile, block, Traits::kBlockM, Traits::kBlockN);
     while (load_acquire(params_.turns + workspace_block) != before) {
     }
