@@ -73,15 +73,12 @@ struct ForwardTraits {
                                  cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kBlockN>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
-  // Named barriers. kOutputBarriers, + 1: see the output. kTurn + w: warpgroup w - 1 arrives,
-  // warpgroup w waits, 256; w may issue its GEMMs.
-  static constexpr int kOutputBarriers = 0;
-  static constexpr int kTurn = 2;
+  // Named barriers kTurn + w: warpgroup w - 1 arrives, warpgroup w waits, 256; w may issue its GEMMs.
+  static constexpr int kTurn = 1;
 
-  using OutputType =
-      std::conditional_t<kConfig.output == Output::final,
-                         DirectOutput<kConfig.dtype, kHeadDimV, kBlockM>,
-                         PartialOutput<kHeadDimV, kBlockM, ColumnOrder::plain, kOutputBarriers>>;
+  using OutputType = std::conditional_t<kConfig.output == Output::final,
+                                        DirectOutput<kConfig.dtype, kHeadDimV, kBlockM>,
+                                        PartialOutput<kHeadDimV, kBlockM, ColumnOrder::plain>>;
 
   struct alignas(1024) Smem {
     Element q[kQStages][kBlockM * kHeadDim];
