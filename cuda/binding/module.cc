@@ -364,10 +364,10 @@ NB_MODULE(_native, module) {
         query_blocks({left, right, shift}, seqlen_q, seqlen_k, first, block_m, block_n);
     return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
   });
-  maps.def("first_visitor",
-           [](int left, int right, int shift, int seqlen_k, int block, int block_m, int block_n) {
-             return first_visitor({left, right, shift}, seqlen_k, block, block_m, block_n);
-           });
+  maps.def("last_visitor", [](int left, int right, int shift, int seqlen_q, int seqlen_k, int block,
+                              int block_m, int block_n) {
+    return last_visitor({left, right, shift}, seqlen_q, seqlen_k, block, block_m, block_n);
+  });
   maps.def("span_of", [](const std::vector<int>& cu_seqlens, const std::vector<int>& seqused,
                          int sequence, int total) {
     const Span span = span_of(cu_seqlens.empty() ? nullptr : cu_seqlens.data(),
