@@ -250,11 +250,37 @@ def _attention_forward(
     return (out, lse), (operands, out, lse)
 
 
+def attention_results(
+    facts: problem.AttentionProblem, launch: plans.Launch | None, operands: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return `attention` for callers with a derivative of their own; None is the reference."""
+    if launch is None:
+        return reference.attend(facts, *_named(facts, operands))
+    return _attend(facts, launch, *operands)
+
+
+def attention_gradients(
+    facts: problem.AttentionProblem,
+    launch: plans.Launch | None,
+    operands: Any,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk, dv of an attention call with the results out and lse.
+
+    `operands` are those of `attention`, and `launch` is its, or None for the reference. The results
+    may be those over more keys than the operands hold: then the gradients are the operands' part.
+    """
+    return reference.attend_backward(facts, *_named(facts, operands), out, lse, dout, dlse)
+
+
 def _attention_backward(
     facts: problem.AttentionProblem, launch: plans.Launch, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
     operands, out, lse = residuals
-    gradients = reference.attend_backward(facts, *_named(facts, operands), out, lse, *cotangents)
+    gradients = attention_gradients(facts, launch, operands, out, lse, *cotangents)
     return (*gradients, *(None for _ in operands[3:]))
 
 

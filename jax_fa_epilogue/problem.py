@@ -138,10 +138,10 @@ def epilogue(
 
     *splits, batch, heads, rows, head_dim = acc.shape
     _head_dim("acc", head_dim)
-    group = _static_int("qhead_per_khead", qhead_per_khead, 1)
+    group = check_int("qhead_per_khead", qhead_per_khead, 1)
     if isinstance(rows, int) and rows % group:
         raise ValueError(f"qhead_per_khead={group} does not divide the {rows} rows of acc, Sq * G")
-    permuted = _flag("fp8_permuted_columns", fp8_permuted_columns)
+    permuted = check_flag("fp8_permuted_columns", fp8_permuted_columns)
     if permuted and head_dim % FP8_COLUMN_GROUP:
         raise ValueError(
             f"fp8_permuted_columns=True with acc of {head_dim} columns; "
@@ -150,7 +150,7 @@ def epilogue(
 
     seqlen = rows if group == 1 else rows // group
     if seqused is not None:
-        _descriptor("seqused", seqused, batch)
+        check_descriptor("seqused", seqused, batch)
     if cu_seqlens is None:
         if total_q is not None:
             raise ValueError(
@@ -158,7 +158,7 @@ def epilogue(
             )
         _check_lengths("seqused", seqused, seqlen)
     else:
-        _descriptor("cu_seqlens", cu_seqlens, batch + 1)
+        check_descriptor("cu_seqlens", cu_seqlens, batch + 1)
         if total_q is None:
             raise ValueError("total_q=None with cu_seqlens; the packed result needs a static size")
         total_q = _static_size("total_q", total_q)
@@ -279,13 +279,13 @@ def flash_attention_varlen(
     if len(cu_seqlens_q.shape) != 1 or cu_seqlens_q.shape[0] == 0:
         raise ValueError(f"cu_seqlens_q has shape {cu_seqlens_q.shape}; expected (B + 1,)")
     batch = cu_seqlens_q.shape[0] - 1
-    _descriptor("cu_seqlens_k", cu_seqlens_k, batch + 1)
+    check_descriptor("cu_seqlens_k", cu_seqlens_k, batch + 1)
     for side, cu_seqlens, used, total, longest in (
         ("q", cu_seqlens_q, seqused_q, total_q, max_seqlen_q),
         ("k", cu_seqlens_k, seqused_k, total_k, max_seqlen_k),
     ):
         if used is not None:
-            _descriptor(f"seqused_{side}", used, batch)
+            check_descriptor(f"seqused_{side}", used, batch)
         _check_offsets(
             (f"cu_seqlens_{side}", cu_seqlens),
             (f"seqused_{side}", used),
@@ -354,7 +354,7 @@ def dot_product_attention(
         ):
             local_window_size = (local_window_size, local_window_size)
         left, right = _window("local_window_size", local_window_size, seqlen_q, seqlen_k, 0)
-    _flag("return_residual", return_residual)
+    check_flag("return_residual", return_residual)
     return AttentionProblem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -364,7 +364,7 @@ def dot_product_attention(
         **_heads("query", query, "key", key, "value", value),
         softmax_scale=_softmax_scale("scale", scale, head_dim),
         window_left=left,
-        window_right=0 if _flag("is_causal", is_causal) else right,
+        window_right=0 if check_flag("is_causal", is_causal) else right,
         softcap=0.0,
         num_splits=0,
         pack_gqa=None,
@@ -437,16 +437,16 @@ def _flash_keywords(
     return_lse: bool = False,
 ) -> dict[str, Any]:
     """Check the static keywords that all of ``flash_attention*`` share."""
-    _flag("return_lse", return_lse)
+    check_flag("return_lse", return_lse)
     left, right = _window("window_size", window_size, seqlen_k, seqlen_q, -1)
     return {
         "softmax_scale": _softmax_scale("softmax_scale", softmax_scale, head_dim),
         "window_left": left,
-        "window_right": 0 if _flag("causal", causal) else right,
+        "window_right": 0 if check_flag("causal", causal) else right,
         "softcap": _softcap(softcap),
-        "num_splits": _static_int("num_splits", num_splits, min_num_splits, MAX_NUM_SPLITS),
-        "pack_gqa": None if pack_gqa is None else _flag("pack_gqa", pack_gqa),
-        "deterministic": _flag("deterministic", deterministic),
+        "num_splits": check_int("num_splits", num_splits, min_num_splits, MAX_NUM_SPLITS),
+        "pack_gqa": None if pack_gqa is None else check_flag("pack_gqa", pack_gqa),
+        "deterministic": check_flag("deterministic", deterministic),
         "top_left": False,
     }
 
@@ -467,13 +467,15 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype:
     return resolved
 
 
-def _flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: Any) -> bool:
+    """Return a static bool; anything else is a ``TypeError``."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {type(value).__name__}; expected a static bool")
     return bool(value)
 
 
-def _static_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return a static int from `low` to `high`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} is {type(value).__name__}; expected a static int")
     if value < low or (high is not None and value > high):
@@ -484,7 +486,7 @@ def _static_int(name: str, value: Any, low: int, high: int | None = None) -> int
 
 
 def _static_size(name: str, value: Any) -> Any:
-    return value if jax.export.is_symbolic_dim(value) else _static_int(name, value, 0)
+    return value if jax.export.is_symbolic_dim(value) else check_int(name, value, 0)
 
 
 def _smaller(bound: Any, size: Any) -> Any:
@@ -523,13 +525,14 @@ def _window(name: str, value: Any, left_reach: Any, right_reach: Any, low: int) 
         raise ValueError(f"{name}={value} has {len(value)} entries; expected (left, right)")
     sides = []
     for side, bound, reach in zip(("left", "right"), value, (left_reach, right_reach), strict=True):
-        bound = _static_int(f"{name} ({side})", bound, low)
+        bound = check_int(f"{name} ({side})", bound, low)
         covers = bound >= _UNBOUNDED or (isinstance(reach, int) and bound >= reach)
         sides.append(-1 if covers else bound)
     return sides[0], sides[1]
 
 
-def _descriptor(name: str, x: Any, size: Any) -> None:
+def check_descriptor(name: str, x: Any, size: Any) -> None:
+    """Raise unless `x` is an array of `size` int32 or int64."""
     _array(name, x, _INTEGERS)
     if tuple(x.shape) != (size,):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({size},)")
@@ -537,7 +540,7 @@ def _descriptor(name: str, x: Any, size: Any) -> None:
 
 def _seqused(name: str, used: Any, batch: Any, seqlen: Any) -> None:
     if used is not None:
-        _descriptor(name, used, batch)
+        check_descriptor(name, used, batch)
         _check_lengths(name, used, seqlen)
 
 
