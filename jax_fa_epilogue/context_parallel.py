@@ -438,4 +438,5 @@ def _chunks(x: jax.Array, num_shards: int, axis: int) -> jax.Array:
 
 def _joined(chunks: jax.Array, like: jax.Array, axis: int) -> jax.Array:
     """Lay chunks, which may have several axes in front, out along an axis, shaped as `like`."""
-    return jnp.moveaxis(chunks.reshape(like.shape[axis], *chunks.shape[-like.ndim + 1 :]), 0, axis)
+    others = chunks.shape[chunks.ndim - like.ndim + 1 :]
+    return jnp.moveaxis(chunks.reshape(like.shape[axis], *others), 0, axis)

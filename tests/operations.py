@@ -195,3 +195,15 @@ def scalar(function):
 def gradient(operation, function=None):
     """Compiled gradient for all floating operands, of the operation or of `function` instead."""
     return jax.jit(jax.grad(scalar(function or operation.function), operation.floats))
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner ones included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)

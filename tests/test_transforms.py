@@ -19,24 +19,13 @@ from operations import (
     ROWS,
     SOME,
     assert_equal,
+    equations,
     gradient,
     scalar,
 )
 
 import jax_fa_epilogue as fa
 from jax_fa_epilogue import _native, native
-
-
-def equations(jaxpr):
-    """All equations of a jaxpr, those of inner ones included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 def only_equation(function, operation, *operands):
