@@ -38,6 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jax_fa_epilogue import api, derivatives, plans, problem
+from jax_fa_epilogue import static_arguments as static
 from jax_fa_epilogue.varying import match_varying
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -232,7 +233,7 @@ def decode_sharded(
     )
     first = lax.axis_index(axis_name) * capacity
     lengths = jnp.clip(jnp.asarray(lengths), 0, size * capacity).astype(jnp.int32)
-    if problem.check_flag("causal", causal) and not (isinstance(seqlen_q, int) and seqlen_q == 1):
+    if static.flag("causal", causal) and not (isinstance(seqlen_q, int) and seqlen_q == 1):
         # The mask of `flash_attention` is aligned with the last key, which the device may not have.
         seen = lengths[:, None] - jnp.arange(seqlen_q - 1, -1, -1, dtype=jnp.int32)
 
@@ -246,7 +247,7 @@ def decode_sharded(
         out, lse = attend(q, k, v, seqused_k=jnp.clip(lengths - first, 0, capacity))
     out, lse = _merge_devices(axis_name, out, lse)
     out = out.astype(q.dtype)
-    return (out, lse) if problem.check_flag("return_lse", return_lse) else out
+    return (out, lse) if static.flag("return_lse", return_lse) else out
 
 
 # ---- The ring -----------------------------------------------------------------------------------
@@ -425,7 +426,7 @@ def _per_row(x: jax.Array) -> jax.Array:
 
 def _chunks(x: jax.Array, num_shards: int, axis: int) -> jax.Array:
     """The 2P chunks of an array along an axis, as a new first axis."""
-    num_chunks = 2 * problem.check_int("num_shards", num_shards, 1)
+    num_chunks = 2 * static.integer("num_shards", num_shards, 1)
     length = x.shape[axis]
     if isinstance(length, int) and length % num_chunks:
         raise ValueError(
