@@ -37,7 +37,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jax_fa_epilogue import api, derivatives, plans, problem
+from jax_fa_epilogue import api, derivatives, plans, primitives, problem
 from jax_fa_epilogue import static_arguments as static
 from jax_fa_epilogue.varying import match_varying
 
@@ -348,6 +348,7 @@ def _forward(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
 def _forward_rule(
     ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    q, k, v = primitives.first_order("ring_attention", q, k, v)
     out, lse = _forward(ring, q, k, v)
     out = checkpoint_name(out, "flash_attention_out")
     lse = checkpoint_name(lse, "flash_attention_lse")

@@ -301,6 +301,7 @@ def partials(
 def _partials_forward(
     facts: problem.AttentionProblem, launch: plans.Launch, *operands: jax.Array
 ) -> tuple[Any, Any]:
+    operands = primitives.first_order(launch.caller, *operands)
     # The cotangents belong to certain parts of the keys, and only the reference says which.
     return reference.attend_partially(facts, *_named(facts, operands)), operands
 

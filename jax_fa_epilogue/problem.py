@@ -413,9 +413,9 @@ def _not_sharded(name: str, x: Any) -> None:
     for what, axis in (("axis of tokens", -3), ("head dimension", -1)):
         if len(spec) and spec[axis] is not None:
             raise ValueError(
-                f"{name} is sharded over {spec[axis]!r} along its {what}; attention needs this axis "
-                "whole on each device. Reshard it (jax.sharding.reshard), or spread the sequence "
-                "over devices with ring_attention or decode_sharded inside jax.shard_map"
+                f"{name} is sharded over {spec[axis]!r} along its {what}; attention needs this "
+                "axis whole on each device. Reshard it (jax.sharding.reshard), or spread the "
+                "sequence over devices with ring_attention or decode_sharded inside jax.shard_map"
             )
 
 

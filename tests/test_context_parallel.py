@@ -293,6 +293,16 @@ def test_forward_mode_names_ring_attention(mesh):
         jax.jvp(lambda q: spread(mesh)(q, k, v)[0], (q,), (q,))
 
 
+def test_second_derivative_names_ring_attention(mesh):
+    q, k, v, *_ = operands(24)
+
+    def slope(q):
+        return jnp.sum(jax.grad(lambda q: jnp.sum(jnp.sin(spread(mesh)(q, k, v)[0])))(q))
+
+    with pytest.raises(NotImplementedError, match=r"\.ring_attention has no second derivative"):
+        jax.eval_shape(jax.grad(slope), q)
+
+
 @pytest.mark.parametrize(
     ("keywords", "length_k", "message"),
     [
