@@ -28,6 +28,7 @@ inline constexpr float kLog2E = 1.44269504f;
 inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kRowsPerWarpgroup = 64;
+inline constexpr int kMaxSmemBytes = 227 * 1024;  // of a CTA
 
 // ---- Epilogue ------------------------------------------------------------------------------------
 
@@ -109,21 +110,31 @@ inline constexpr int kForwardTileSlots = 2;
 inline constexpr int kForwardTileBytes = 112;
 inline constexpr int kForwardWindowBytes = 8 * kWarpSize + 8;
 
-// Full and empty barriers of K and V per stage, of Q and of the tile slots; V's tail; O done.
-constexpr int forward_barrier_bytes(const ForwardConfig& config) {
-  return 8 * (4 * config.stages + 2 + 2 * kForwardTileSlots + 2);
+// Full and empty barriers of K, V and Q per stage and of the tile slots; V's tail.
+constexpr int forward_barrier_bytes(const ForwardConfig& config, int q_stages) {
+  return 8 * (4 * config.stages + 2 * q_stages + 2 * kForwardTileSlots + 1);
 }
 
 // First and last key of each row.
 constexpr int forward_mask_bytes(const ForwardConfig& config) { return 8 * config.block_m; }
 
-constexpr int forward_smem_bytes(const ForwardConfig& config) {
-  const int q_bytes = config.block_m * config.head_dim * 2;
+constexpr int forward_smem_bytes(const ForwardConfig& config, int q_stages) {
+  const int q_bytes = q_stages * config.block_m * config.head_dim * 2;
   const int kv_bytes = config.stages * config.block_n * (config.head_dim + config.head_dim_v) * 2;
   // Rounded up to the alignment of the swizzled tiles, as the struct in shared memory is.
-  return (q_bytes + kv_bytes + forward_mask_bytes(config) + forward_barrier_bytes(config) +
-          kForwardTileSlots * kForwardTileBytes + kForwardWindowBytes + 1023) /
+  return (q_bytes + kv_bytes + forward_mask_bytes(config) +
+          forward_barrier_bytes(config, q_stages) + kForwardTileSlots * kForwardTileBytes +
+          kForwardWindowBytes + 1023) /
          1024 * 1024;
+}
+
+// Two tiles' Q where there is room: that of the next one arrives early.
+constexpr int forward_q_stages(const ForwardConfig& config) {
+  return forward_smem_bytes(config, 2) <= kMaxSmemBytes ? 2 : 1;
+}
+
+constexpr int forward_smem_bytes(const ForwardConfig& config) {
+  return forward_smem_bytes(config, forward_q_stages(config));
 }
 
 constexpr int forward_num_warpgroups(const ForwardConfig& config) {

@@ -308,20 +308,45 @@ def _bind_backward(
     return heads.merge_queries(dq), heads.split_keys(dk), heads.split_keys(dv)
 
 
+def attention_results(
+    facts: problem.AttentionProblem, launch: plans.Launch | None, operands: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return `attention` for callers with a derivative of their own; None is the reference."""
+    if launch is None:
+        return reference.attend(facts, *_named(facts, operands))
+    return _attend(facts, launch, *operands)
+
+
+def attention_gradients(
+    facts: problem.AttentionProblem,
+    launch: plans.Launch | None,
+    operands: Any,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return dq, dk, dv of an attention call with the results out and lse.
+
+    `operands` are those of `attention`, and `launch` is its, or None for the reference. The results
+    may be those over more keys than the operands hold: then the gradients are the operands' part.
+    """
+    q, k, v, descriptors = _named(facts, operands)
+    backward = launch and plans.launch_backward(launch, facts)
+    # A result that the loss does not use has a cotangent of zeros, an array like any other: that of
+    # lse is small, and a loss without out is rare.
+    if backward is None:
+        return reference.attend_backward(facts, q, k, v, descriptors, out, lse, dout, dlse)
+    arrays = match_varying((q, k, v, out, lse, dout, dlse, *descriptors.values()))
+    return _bind_backward(facts, backward, *arrays)
+
+
 def _attention_backward(
     facts: problem.AttentionProblem, launch: plans.Launch, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
     operands, out, lse = residuals
-    q, k, v, descriptors = _named(facts, operands)
-    backward = plans.launch_backward(launch, facts)
-    # A result that the loss does not use has a cotangent of zeros, an array like any other: that of
-    # lse is small, and a loss without out is rare.
-    if backward is None:
-        gradients = reference.attend_backward(facts, q, k, v, descriptors, out, lse, *cotangents)
-    else:
-        arrays = match_varying((q, k, v, out, lse, *cotangents, *descriptors.values()))
-        gradients = _bind_backward(facts, backward, *arrays)
-    return (*gradients, *(None for _ in descriptors))
+    gradients = attention_gradients(facts, launch, operands, out, lse, *cotangents)
+    return (*gradients, *(None for _ in operands[3:]))
 
 
 attention.defvjp(_attention_forward, _attention_backward)
@@ -341,6 +366,7 @@ def partials(
 def _partials_forward(
     facts: problem.AttentionProblem, launch: plans.Launch, *operands: jax.Array
 ) -> tuple[Any, Any]:
+    operands = primitives.first_order(launch.caller, *operands)
     # The cotangents belong to certain parts of the keys, and only the reference says which.
     return reference.attend_partially(facts, *_named(facts, operands)), operands
 

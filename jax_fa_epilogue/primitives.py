@@ -321,3 +321,16 @@ def reverse_only(name: str, *operands: jax.Array) -> list[jax.Array]:
         _reverse_only_p.bind(x, name=name) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for x in operands
     ]
+
+
+_first_order_p = Primitive("jax_fa_epilogue_first_order")
+_first_order_p.def_impl(lambda x, *, caller: x)
+_first_order_p.def_abstract_eval(lambda x, *, caller: x)
+ad.primitive_jvps[_first_order_p] = _raise_second_derivative
+batching.defvectorized(_first_order_p)
+mlir.register_lowering(_first_order_p, lambda ctx, x, *, caller: [x])
+
+
+def first_order(caller: str, *operands: jax.Array) -> list[jax.Array]:
+    """The operands of a forward rule whose backward rule has no derivative: one raises an error."""
+    return [_first_order_p.bind(x, caller=caller) for x in operands]

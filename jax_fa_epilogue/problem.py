@@ -13,7 +13,6 @@ implementations clamp them.
 from __future__ import annotations
 
 import dataclasses
-import math
 import numbers
 from typing import Any
 
@@ -21,12 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_fa_epilogue import static_arguments as static
+
 HEAD_DIMS = range(8, 257, 8)
 MAX_NUM_SPLITS = 256
 FP8_COLUMN_GROUP = 16
-
-# A bound that reaches this far is none: positions are int32, and a larger bound would wrap around.
-_UNBOUNDED = 2**30
 
 _FLOATS = tuple(np.dtype(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32))
 _FLOAT32 = (np.dtype(np.float32),)
@@ -138,10 +136,10 @@ def epilogue(
 
     *splits, batch, heads, rows, head_dim = acc.shape
     _head_dim("acc", head_dim)
-    group = _static_int("qhead_per_khead", qhead_per_khead, 1)
+    group = static.integer("qhead_per_khead", qhead_per_khead, 1)
     if isinstance(rows, int) and rows % group:
         raise ValueError(f"qhead_per_khead={group} does not divide the {rows} rows of acc, Sq * G")
-    permuted = _flag("fp8_permuted_columns", fp8_permuted_columns)
+    permuted = static.flag("fp8_permuted_columns", fp8_permuted_columns)
     if permuted and head_dim % FP8_COLUMN_GROUP:
         raise ValueError(
             f"fp8_permuted_columns=True with acc of {head_dim} columns; "
@@ -150,7 +148,7 @@ def epilogue(
 
     seqlen = rows if group == 1 else rows // group
     if seqused is not None:
-        _descriptor("seqused", seqused, batch)
+        check_descriptor("seqused", seqused, batch)
     if cu_seqlens is None:
         if total_q is not None:
             raise ValueError(
@@ -158,10 +156,10 @@ def epilogue(
             )
         _check_lengths("seqused", seqused, seqlen)
     else:
-        _descriptor("cu_seqlens", cu_seqlens, batch + 1)
+        check_descriptor("cu_seqlens", cu_seqlens, batch + 1)
         if total_q is None:
             raise ValueError("total_q=None with cu_seqlens; the packed result needs a static size")
-        total_q = _static_size("total_q", total_q)
+        total_q = static.size("total_q", total_q)
         if isinstance(total_q, int) and total_q > np.iinfo(np.int32).max:
             raise ValueError(f"total_q={total_q}; allowed are 0 to {np.iinfo(np.int32).max}")
         _check_offsets(
@@ -272,20 +270,20 @@ def flash_attention_varlen(
     total_k = k.shape[0]
     _shape("k", k, (total_k, k.shape[1], head_dim), "q's width")
     _shape("v", v, (total_k, k.shape[1], v.shape[2]), "k's tokens and heads")
-    max_seqlen_q = _static_size("max_seqlen_q", max_seqlen_q)
-    max_seqlen_k = _static_size("max_seqlen_k", max_seqlen_k)
+    max_seqlen_q = static.size("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = static.size("max_seqlen_k", max_seqlen_k)
 
     _array("cu_seqlens_q", cu_seqlens_q, _INTEGERS)
     if len(cu_seqlens_q.shape) != 1 or cu_seqlens_q.shape[0] == 0:
         raise ValueError(f"cu_seqlens_q has shape {cu_seqlens_q.shape}; expected (B + 1,)")
     batch = cu_seqlens_q.shape[0] - 1
-    _descriptor("cu_seqlens_k", cu_seqlens_k, batch + 1)
+    check_descriptor("cu_seqlens_k", cu_seqlens_k, batch + 1)
     for side, cu_seqlens, used, total, longest in (
         ("q", cu_seqlens_q, seqused_q, total_q, max_seqlen_q),
         ("k", cu_seqlens_k, seqused_k, total_k, max_seqlen_k),
     ):
         if used is not None:
-            _descriptor(f"seqused_{side}", used, batch)
+            check_descriptor(f"seqused_{side}", used, batch)
         _check_offsets(
             (f"cu_seqlens_{side}", cu_seqlens),
             (f"seqused_{side}", used),
@@ -353,8 +351,8 @@ def dot_product_attention(
             local_window_size, bool
         ):
             local_window_size = (local_window_size, local_window_size)
-        left, right = _window("local_window_size", local_window_size, seqlen_q, seqlen_k, 0)
-    _flag("return_residual", return_residual)
+        left, right = static.window("local_window_size", local_window_size, seqlen_q, seqlen_k, 0)
+    static.flag("return_residual", return_residual)
     return AttentionProblem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -362,9 +360,9 @@ def dot_product_attention(
         total_q=None,
         total_k=None,
         **_heads("query", query, "key", key, "value", value),
-        softmax_scale=_softmax_scale("scale", scale, head_dim),
+        softmax_scale=static.softmax_scale("scale", scale, head_dim),
         window_left=left,
-        window_right=0 if _flag("is_causal", is_causal) else right,
+        window_right=0 if static.flag("is_causal", is_causal) else right,
         softcap=0.0,
         num_splits=0,
         pack_gqa=None,
@@ -401,6 +399,24 @@ def _attention_operand(name: str, x: Any, q: Any, ndims: tuple[int, ...], layout
         raise ValueError(f"{name} has shape {x.shape}; expected {layout}")
     if x.dtype != q.dtype:
         raise TypeError(f"{name} has dtype {x.dtype}; expected {q.dtype}, the dtype of the queries")
+    _not_sharded(name, x)
+
+
+def _not_sharded(name: str, x: Any) -> None:
+    """Raise where the axis of tokens or the head dimension is sharded, which explicit mode tells.
+
+    There nothing is gathered behind the user's back.
+    """
+    if not isinstance(x, jax.Array):
+        return
+    spec = jax.typeof(x).sharding.spec
+    for what, axis in (("axis of tokens", -3), ("head dimension", -1)):
+        if len(spec) and spec[axis] is not None:
+            raise ValueError(
+                f"{name} is sharded over {spec[axis]!r} along its {what}; attention needs this "
+                "axis whole on each device. Reshard it (jax.sharding.reshard), or spread the "
+                "sequence over devices with ring_attention or decode_sharded inside jax.shard_map"
+            )
 
 
 def _heads(q_name: str, q: Any, k_name: str, k: Any, v_name: str, v: Any) -> dict[str, Any]:
@@ -437,16 +453,16 @@ def _flash_keywords(
     return_lse: bool = False,
 ) -> dict[str, Any]:
     """Check the static keywords that all of ``flash_attention*`` share."""
-    _flag("return_lse", return_lse)
-    left, right = _window("window_size", window_size, seqlen_k, seqlen_q, -1)
+    static.flag("return_lse", return_lse)
+    left, right = static.window("window_size", window_size, seqlen_k, seqlen_q, -1)
     return {
-        "softmax_scale": _softmax_scale("softmax_scale", softmax_scale, head_dim),
+        "softmax_scale": static.softmax_scale("softmax_scale", softmax_scale, head_dim),
         "window_left": left,
-        "window_right": 0 if _flag("causal", causal) else right,
-        "softcap": _softcap(softcap),
-        "num_splits": _static_int("num_splits", num_splits, min_num_splits, MAX_NUM_SPLITS),
-        "pack_gqa": None if pack_gqa is None else _flag("pack_gqa", pack_gqa),
-        "deterministic": _flag("deterministic", deterministic),
+        "window_right": 0 if static.flag("causal", causal) else right,
+        "softcap": static.softcap(softcap),
+        "num_splits": static.integer("num_splits", num_splits, min_num_splits, MAX_NUM_SPLITS),
+        "pack_gqa": None if pack_gqa is None else static.flag("pack_gqa", pack_gqa),
+        "deterministic": static.flag("deterministic", deterministic),
         "top_left": False,
     }
 
@@ -467,69 +483,13 @@ def _float_dtype(name: str, dtype: Any) -> np.dtype:
     return resolved
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {type(value).__name__}; expected a static bool")
-    return bool(value)
-
-
-def _static_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-        raise TypeError(f"{name} is {type(value).__name__}; expected a static int")
-    if value < low or (high is not None and value > high):
-        raise ValueError(
-            f"{name}={value}; allowed are {low} or more" + (f", up to {high}" if high else "")
-        )
-    return int(value)
-
-
-def _static_size(name: str, value: Any) -> Any:
-    return value if jax.export.is_symbolic_dim(value) else _static_int(name, value, 0)
-
-
 def _smaller(bound: Any, size: Any) -> Any:
     """A bound on lengths, no larger than the buffer where both are plain integers."""
     return min(bound, size) if isinstance(bound, int) and isinstance(size, int) else bound
 
 
-def _static_float(name: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name} is {type(value).__name__}; expected a static float")
-    if not abs(value) <= float(np.finfo(np.float32).max):
-        raise ValueError(f"{name}={value}; allowed are finite float32 numbers")
-    return float(value)
-
-
-def _softmax_scale(name: str, value: Any, head_dim: int) -> float:
-    return 1.0 / math.sqrt(head_dim) if value is None else _static_float(name, value)
-
-
-def _softcap(value: Any) -> float:
-    softcap = _static_float("softcap", value)
-    if softcap != 0 and softcap < float(np.finfo(np.float32).tiny):
-        raise ValueError(
-            f"softcap={softcap}; allowed are 0 (none) and positive normal float32 numbers"
-        )
-    return softcap
-
-
-def _window(name: str, value: Any, left_reach: Any, right_reach: Any, low: int) -> tuple[int, int]:
-    """Return (left, right), with -1 for a bound that excludes no key because it is >= its reach."""
-    if not isinstance(value, (tuple, list)):
-        raise TypeError(
-            f"{name} is {type(value).__name__}; expected a tuple (left, right) of static ints"
-        )
-    if len(value) != 2:
-        raise ValueError(f"{name}={value} has {len(value)} entries; expected (left, right)")
-    sides = []
-    for side, bound, reach in zip(("left", "right"), value, (left_reach, right_reach), strict=True):
-        bound = _static_int(f"{name} ({side})", bound, low)
-        covers = bound >= _UNBOUNDED or (isinstance(reach, int) and bound >= reach)
-        sides.append(-1 if covers else bound)
-    return sides[0], sides[1]
-
-
-def _descriptor(name: str, x: Any, size: Any) -> None:
+def check_descriptor(name: str, x: Any, size: Any) -> None:
+    """Raise unless `x` is an array of `size` int32 or int64."""
     _array(name, x, _INTEGERS)
     if tuple(x.shape) != (size,):
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({size},)")
@@ -537,7 +497,7 @@ def _descriptor(name: str, x: Any, size: Any) -> None:
 
 def _seqused(name: str, used: Any, batch: Any, seqlen: Any) -> None:
     if used is not None:
-        _descriptor(name, used, batch)
+        check_descriptor(name, used, batch)
         _check_lengths(name, used, seqlen)
 
 

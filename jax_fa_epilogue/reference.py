@@ -464,7 +464,7 @@ def sequences(
     """Where the sequences lie, inside the buffers for any descriptors.
 
     Packed, with ``cu_seqlens_*`` (S + 1,) and ``seqused_*`` (S,); or dense, without the first
-    and with ``seqused_*`` (*b, 1).
+    and with ``seqused_*`` (*b, 1), where each ``*b`` may be 1 in place of the full size.
     """
     if cu_seqlens_q is not None:
         start_q, len_q = _packed_rows(cu_seqlens_q, seqused_q, total_q, longest_q)
@@ -472,11 +472,15 @@ def sequences(
         rows_q, rows_k = len_q, len_k
     else:
         start_q, start_k = _int32(0), _int32(0)
-        rows_q, rows_k = _int32(total_q), _int32(total_k)
         len_q, len_k = (
             _int32(n) if used is None else jnp.clip(jnp.asarray(used), 0, n).astype(jnp.int32)
             for used, n in ((seqused_q, total_q), (seqused_k, total_k))
         )
+        # A length that all batch items share says how far to walk. One of each only masks: the
+        # longest, over a sharded batch, would need communication.
+        len_q, len_k = (x.reshape(1) if _is_single(x) else x for x in (len_q, len_k))
+        rows_q = len_q if len_q.ndim == 1 else _int32(total_q)
+        rows_k = len_k if len_k.ndim == 1 else _int32(total_k)
     return tiled.Sequences(
         start_q=start_q,
         start_k=start_k,
@@ -516,6 +520,10 @@ def _packed_rows(
 
 def _public(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     return heads.merge_queries(out), heads.merge_lse(lse)
+
+
+def _is_single(x: jax.Array) -> bool:
+    return all(isinstance(n, int) and n == 1 for n in x.shape)
 
 
 def _int32(*sizes: Any) -> jax.Array:

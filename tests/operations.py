@@ -126,6 +126,16 @@ OPERATIONS = {
     "attention_splits": _attention(
         ("q", "k", "v"), (Q, KV, KV), (ROW_SPEC,) * 3, (ROW_SPEC, HEAD_SPEC), num_splits=2
     ),
+    "attention_partials": _operation(
+        "flash_attention_partials",
+        ("q", "k", "v", "seqused_q"),
+        (Q, KV, KV, (BATCH,)),
+        (ROW_SPEC, ROW_SPEC, ROW_SPEC, P("data")),
+        (P(None, "data", None, "model"), P(None, "data", "model")),
+        dtype="bfloat16",
+        num_splits=2,
+        window_size=(2, 1),
+    ),
     "dense": _epilogue(
         ("acc", "lse", "seqused"),
         (ACC, STATISTIC, (BATCH,)),
@@ -158,7 +168,7 @@ OPERATIONS = {
         (P("data", None, "model"), HEAD_SPEC),
     ),
 }
-EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+ALL = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
 
 def _without(*names):
@@ -166,8 +176,11 @@ def _without(*names):
     return pytest.mark.parametrize("operation", chosen.values(), ids=chosen)
 
 
-# Splits and packing add time, and little where they cannot interfere with what a test is about.
-MOST, SOME = _without("attention_splits"), _without("attention_splits", "attention_varlen")
+# Partial results, splits and packing add time, and little where they cannot interfere with what a
+# test is about.
+EVERY = _without("attention_partials")
+MOST = _without("attention_partials", "attention_splits")
+SOME = _without("attention_partials", "attention_splits", "attention_varlen")
 MAPPED_COPIES = 3
 
 
@@ -195,3 +208,15 @@ def scalar(function):
 def gradient(operation, function=None):
     """Compiled gradient for all floating operands, of the operation or of `function` instead."""
     return jax.jit(jax.grad(scalar(function or operation.function), operation.floats))
+
+
+def equations(jaxpr):
+    """All equations of a jaxpr, those of inner ones included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)

@@ -170,11 +170,21 @@ def test_forward_takes_the_narrowest_tile(head_dim, num_splits, seqlen_q):
     assert plan["smem_bytes"] <= 227 * 1024
 
 
+def test_forward_takes_the_small_tile_for_few_queries_with_a_mask():
+    def rows(**changes):
+        return forward(head_dim=64, head_dim_v=64, **changes)["block_m"]
+
+    assert rows(window_right=0) == 128
+    assert rows(window_left=100) == 128
+    assert rows() == 192
+    assert rows(seqlen_q=1025, seqlen_k=1025, window_right=0) == 192
+    assert rows(window_right=0, seqlen_q=1) == 64
+
+
 def test_forward_packs_heads_where_it_saves_tiles():
     assert forward(seqlen_q=1)["pack_gqa"]
     assert not forward(seqlen_q=1, pack_gqa=0)["pack_gqa"]
     assert not forward(seqlen_q=4096)["pack_gqa"]
-    assert not forward(seqlen_q=1)["tma_store"]
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 100])
@@ -224,7 +234,7 @@ def test_packed_forward_reserves_a_tile_per_segment():
     plan = packed(pack_gqa=0)
     assert plan["num_tiles"] == 16 * (-(-1000 // 128) + 3 + 2)
     assert plan["schedule_kernel"] in {kernel["name"] for kernel in _native.kernels()}
-    assert plan["dynamic"] and not plan["tma_store"]
+    assert plan["dynamic"]
     assert plan["workspace_size"] == 3 + 4 * (3 + 2)
     assert forward()["workspace_size"] == 1
     assert forward()["schedule_kernel"] == ""

@@ -66,7 +66,7 @@ def test_query_blocks_hold_every_visible_pair_and_masks_where_needed(block_m, bl
 
 @pytest.mark.parametrize("block_m, block_n", [(4, 8), (5, 8)])
 def test_turns_count_the_visitors_of_a_block(block_m, block_n):
-    """A tile waits for as many additions as tiles of higher keys make: none too many, none too few."""
+    """A tile waits for as many additions as tiles of higher keys make, no more and no fewer."""
     for left, right, shift, seqlen_q, seqlen_k in problems():
         visited = [
             maps.query_blocks(left, right, shift, seqlen_q, seqlen_k, first, block_m, block_n)[:2]

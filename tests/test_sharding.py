@@ -1,11 +1,15 @@
 """Every operation on several devices: shard_map, sharded jit, explicit sharding."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from operations import EVERY, MOST, OPERATIONS, assert_equal, gradient
+from operations import ALL, EVERY, MOST, OPERATIONS, assert_equal, gradient
+
+import jax_fa_epilogue as fa
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def test_shard_map_over_one_axis_leaves_the_other_to_the_partitioner(operation, 
     assert_equal(jax.jit(mapped)(*operands), operation.function(*operands))
 
 
-@EVERY
+@ALL
 def test_shard_map_knows_that_results_vary(operation, mesh):
     operands = on_host(operation.operands())
     mapped = jax.shard_map(
@@ -77,6 +81,22 @@ def test_shard_map_sums_gradients_of_replicated_operands(operation, mesh):
     )
     actual = gradient(operation, mapped)(*operands)
     assert_equal(actual, gradient(operation, vmapped)(*operands))
+
+
+def test_shard_map_of_query_heads_with_replicated_keys(mesh):
+    """Multi-query attention: the gradients of k and v are sums over the devices."""
+    q, k, v, used = on_host(OPERATIONS["attention"].operands())
+    operands = q, k[:, :, :1], v[:, :, :1], used
+    operation = OPERATIONS["attention"]
+    heads, batch = P("data", None, "model"), P("data")
+    mapped = jax.shard_map(
+        operation.function,
+        mesh=mesh,
+        in_specs=(heads, batch, batch, batch),
+        out_specs=operation.result_specs,
+    )
+    assert_equal(jax.jit(mapped)(*operands), operation.function(*operands))
+    assert_equal(gradient(operation, mapped)(*operands), gradient(operation)(*operands))
 
 
 @EVERY
@@ -117,3 +137,38 @@ def test_explicit_sharding_of_the_mapped_axis(explicit_mesh):
     plain = on_host((acc, lse, seqused))
     expected, _ = jax.vmap(operation.function, (0, None, None))(*plain)
     assert_equal(on_host(out), on_host(expected))
+
+
+SHARDED_INSIDE = pytest.mark.parametrize(
+    ("spec", "what"),
+    [(P("data", "model"), "axis of tokens"), (P("data", None, None, "model"), "head dimension")],
+    ids=["tokens", "head_dim"],
+)
+
+
+def inside(spec, mesh):
+    """Operands of attention that are sharded over an axis that the kernel needs whole."""
+    rng = np.random.default_rng(8)
+    shapes = (2, 8, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16)
+    plain = [np.asarray(rng.standard_normal(shape), np.float32) for shape in shapes]
+    return plain, [jax.device_put(x, NamedSharding(mesh, spec)) for x in plain]
+
+
+@SHARDED_INSIDE
+def test_sharded_jit_gathers_what_is_needed_whole(spec, what, mesh):
+    plain, sharded = inside(spec, mesh)
+    attend = jax.jit(functools.partial(fa.flash_attention, causal=True, return_lse=True))
+    assert_equal(attend(*sharded), attend(*plain))
+
+
+@SHARDED_INSIDE
+@pytest.mark.parametrize("index", range(3))
+def test_explicit_mode_names_what_is_needed_whole(spec, what, index, explicit_mesh):
+    """Nothing is gathered that the user has not asked for."""
+    operands, sharded = inside(spec, explicit_mesh)
+    operands[index] = sharded[index]
+    message = f" is sharded over 'model' along its {what}; .*ring_attention"
+    with pytest.raises(ValueError, match="qkv"[index] + message):
+        jax.eval_shape(fa.flash_attention, *operands)
+    with pytest.raises(ValueError, match=("query", "key", "value")[index] + message):
+        jax.eval_shape(fa.dot_product_attention, *operands)

@@ -259,7 +259,6 @@ NB_MODULE(_native, module) {
         nb::dict dict = to_dict(plan);
         dict["schedule_kernel"] = plan.schedule_kernel;
         dict["pack_gqa"] = plan.pack_gqa;
-        dict["tma_store"] = plan.tma_store;
         dict["num_splits"] = plan.num_splits;
         dict["rows_per_tile"] = plan.rows_per_tile;
         dict["dynamic"] = plan.dynamic;

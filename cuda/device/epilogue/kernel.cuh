@@ -36,8 +36,7 @@ struct EpilogueKernelTraits {
   static constexpr int kFirstBarrierId = 1;
 
   using Output = std::conditional_t<
-      kConfig.out_dtype == DataType::f32,
-      PartialOutput<kHeadDim, kBlockM, kConfig.column_order, kFirstBarrierId>,
+      kConfig.out_dtype == DataType::f32, PartialOutput<kHeadDim, kBlockM, kConfig.column_order>,
       FinalOutput<kConfig.out_dtype, kHeadDim, kBlockM, kConfig.column_order, kFirstBarrierId>>;
 
   struct Smem {
@@ -186,7 +185,11 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
     acc[index] = statistics[index / 2 % 2].apply(pair.x);
     acc[index + 1] = statistics[index / 2 % 2].apply(pair.y);
   }
-  Output::store_o(params.output, tile, acc, lse, smem.acc, NoHandOver{}, thread);
+  if constexpr (size_bytes(kConfig.out_dtype) == 2) {
+    Output::store_o(params.output, tile, acc, lse, smem.acc, thread);
+  } else {
+    Output::store_o(params.output, tile, acc, lse, thread);
+  }
 }
 
 }  // namespace fa
