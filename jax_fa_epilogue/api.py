@@ -186,9 +186,9 @@ def flash_attention(
 
     Under ``jax.checkpoint`` with the policy ``save_only_these_names("flash_attention_out",
     "flash_attention_lse")`` the backward pass does not compute the attention again. Its kernels
-    need working memory for dq in float32 (whole blocks of up to 128 queries), 8 bytes per query and
-    head, and some integers. Where none covers a call that has a forward kernel, `implementation`
-    None takes the XLA reference for the gradient alone.
+    need working memory for dq in float32, in whole tiles (up to 128 queries, D rounded up to a
+    kernel's), 8 bytes per query and head, and some integers. Where no kernel covers the gradient of
+    a call that has a forward kernel, `implementation` None takes the XLA reference for it alone.
 
     The computation is FlashAttention (Dao et al., 2022; Shah et al., 2024).
     """

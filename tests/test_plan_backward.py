@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import pytest
@@ -185,6 +186,27 @@ def test_tiles_and_launches():
     assert not backward(batch=8)["dynamic"]
     assert backward(batch=8, deterministic=True)["dynamic"]
     assert backward(seqlen_q=0)["main"]["grid"] == 0
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("heads, seqlen", [(1, 5000), (7, 300), (40, 1000)])
+def test_ordered_tiles_wait_for_lower_numbers_only(heads, seqlen, right):
+    """The tiles of a head are handed out from the last keys to the first, all of them."""
+    plan = backward(
+        batch=1,
+        heads_kv=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        window_right=right,
+        deterministic=True,
+    )
+    row_blocks = collections.defaultdict(list)
+    for tile in range(plan["num_tiles"]):
+        block, head = maps.tile_position(
+            plan["row_blocks"], heads, plan["section_heads"], True, tile
+        )
+        row_blocks[head].append(block)
+    assert row_blocks == {h: list(range(plan["row_blocks"]))[::-1] for h in range(heads)}
 
 
 def test_wrong_problems():

@@ -72,8 +72,8 @@ class DqAdder {
     static_assert(Traits::kWarpgroups == 2);
   }
 
-  // All lanes poll. Were it one only, the others would go on to the next barrier in shared memory, and
-  // a warp that sleeps there for one lane sleeps for all, up to 10 ms at a time.
+  // All lanes poll, and the warp stays together: with one lane polling, apart from the others, the
+  // kernel did not always end.
   __device__ void wait_for_turn(const BackwardTile& tile, int block, int64_t workspace_block) {
     const int before = tiles_before(tile, block, Traits::kBlockM, Traits::kBlockN);
     while (load_acquire(params_.turns + workspace_block) != before) {
