@@ -77,12 +77,13 @@ FA_HOST_DEVICE constexpr QueryBlocks query_blocks(const Window& window, int seql
   return blocks;
 }
 
-// The first block of keys that visits query block `block`: the smallest n with
-// begin <= block < end of query_blocks(n * block_n). 0 where none does.
-FA_HOST_DEVICE constexpr int first_visitor(const Window& window, int seqlen_k, int block,
-                                           int block_m, int block_n) {
-  const int begin = visible_keys(window, seqlen_k, block * block_m).begin;
-  return begin / block_n;
+// The last block of keys that visits query block `block`, of those that visit it: the largest n with
+// begin <= block < end of query_blocks(n * block_n).
+FA_HOST_DEVICE constexpr int last_visitor(const Window& window, int seqlen_q, int seqlen_k,
+                                          int block, int block_m, int block_n) {
+  const int past = block * block_m + block_m;
+  const int last_query = (past < seqlen_q ? past : seqlen_q) - 1;
+  return (visible_keys(window, seqlen_k, last_query).end - 1) / block_n;
 }
 
 // ---- Sequences and the workspace ----------------------------------------------------------------

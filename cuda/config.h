@@ -28,6 +28,7 @@ inline constexpr float kLog2E = 1.44269504f;
 inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpgroupSize = 128;
 inline constexpr int kRowsPerWarpgroup = 64;
+inline constexpr int kMaxSmemBytes = 227 * 1024;  // of a CTA
 
 // ---- Epilogue ------------------------------------------------------------------------------------
 
@@ -58,9 +59,15 @@ struct CombineConfig {
 };
 
 inline constexpr int kCombineWarps = 8;        // each an independent worker
-inline constexpr int kCombineRowsPerWarp = 4;  // consecutive queries of one head
+inline constexpr int kCombineRowsPerWarp = 4;  // at most; consecutive queries of one head
 inline constexpr int kCombineBlocksPerSm = 4;
 inline constexpr int kCombineMaxSplits = 256;
+
+// Queries of a warp where there are few: as many as its lanes hold with 16 bytes each.
+constexpr int combine_few_queries(int head_dim) {
+  const int queries = kWarpSize * 4 / head_dim;
+  return queries < 1 ? 1 : queries < kCombineRowsPerWarp ? queries : kCombineRowsPerWarp;
+}
 
 constexpr int combine_smem_bytes(int num_splits) {
   return kCombineWarps * kCombineRowsPerWarp * (num_splits + 1) * 4;
@@ -103,21 +110,31 @@ inline constexpr int kForwardTileSlots = 2;
 inline constexpr int kForwardTileBytes = 112;
 inline constexpr int kForwardWindowBytes = 8 * kWarpSize + 8;
 
-// Full and empty barriers of K and V per stage, of Q and of the tile slots; V's tail; O done.
-constexpr int forward_barrier_bytes(const ForwardConfig& config) {
-  return 8 * (4 * config.stages + 2 + 2 * kForwardTileSlots + 2);
+// Full and empty barriers of K, V and Q per stage; of each tile slot full, empty and V's tail.
+constexpr int forward_barrier_bytes(const ForwardConfig& config, int q_stages) {
+  return 8 * (4 * config.stages + 2 * q_stages + 3 * kForwardTileSlots);
 }
 
 // First and last key of each row.
 constexpr int forward_mask_bytes(const ForwardConfig& config) { return 8 * config.block_m; }
 
-constexpr int forward_smem_bytes(const ForwardConfig& config) {
-  const int q_bytes = config.block_m * config.head_dim * 2;
+constexpr int forward_smem_bytes(const ForwardConfig& config, int q_stages) {
+  const int q_bytes = q_stages * config.block_m * config.head_dim * 2;
   const int kv_bytes = config.stages * config.block_n * (config.head_dim + config.head_dim_v) * 2;
   // Rounded up to the alignment of the swizzled tiles, as the struct in shared memory is.
-  return (q_bytes + kv_bytes + forward_mask_bytes(config) + forward_barrier_bytes(config) +
-          kForwardTileSlots * kForwardTileBytes + kForwardWindowBytes + 1023) /
+  return (q_bytes + kv_bytes + forward_mask_bytes(config) +
+          forward_barrier_bytes(config, q_stages) + kForwardTileSlots * kForwardTileBytes +
+          kForwardWindowBytes + 1023) /
          1024 * 1024;
+}
+
+// Two tiles' Q where there is room: that of the next one arrives early.
+constexpr int forward_q_stages(const ForwardConfig& config) {
+  return forward_smem_bytes(config, 2) <= kMaxSmemBytes ? 2 : 1;
+}
+
+constexpr int forward_smem_bytes(const ForwardConfig& config) {
+  return forward_smem_bytes(config, forward_q_stages(config));
 }
 
 constexpr int forward_num_warpgroups(const ForwardConfig& config) {
@@ -137,7 +154,11 @@ struct BackwardConfig {
   int head_dim_v;  // columns of V, dO, dV in the tile; the call's may be fewer
   int block_m;     // queries of a block
   int block_n;     // keys of a tile
-  int stages;      // of the rings of Q and dO, and of dS
+  int stages;      // of the rings of Q and dO
+
+  // dK and dV of wide heads do not fit into the registers that own 64 keys: the warpgroups share a
+  // tile of 64 keys and split its queries and columns. Otherwise they split its keys.
+  constexpr bool wide() const { return block_n == kRowsPerWarpgroup; }
   bool operator==(const BackwardConfig&) const = default;
 };
 
@@ -145,26 +166,39 @@ inline constexpr int kBackwardWarpgroups = 2;
 
 inline constexpr int kBackwardTileBytes = 104;  // what a tile consists of
 
-// Full and empty barriers of Q and dO per stage, of dQ per warpgroup, of the two tiles, of K and V
-// (empty together); the tiles.
+// Columns of a panel of an operand in shared memory: panels end where a warpgroup's share does.
+constexpr int backward_panel_columns(const BackwardConfig& config, int head_dim) {
+  return config.wide() ? output_panel_columns(head_dim / kBackwardWarpgroups) : 64;
+}
+
+// Counters that order the additions to a block of dQ: one where a single warp adds the block, one
+// per warp where each adds the rows it holds.
+constexpr int backward_turns_per_block(const BackwardConfig& config) {
+  return config.wide() ? kBackwardWarpgroups * kWarpgroupSize / kWarpSize : 1;
+}
+
+// Full and empty barriers of Q and dO per stage, of the two tiles, of K and V (empty together), of
+// dQ per warpgroup where it goes through shared memory; the tile that is loaded; the tiles.
 constexpr int backward_barrier_bytes(const BackwardConfig& config) {
-  return 8 * (4 * config.stages + 2 * kBackwardWarpgroups + 4 + 3) + 2 * kBackwardTileBytes;
+  const int dq_barriers = config.wide() ? 0 : 2 * kBackwardWarpgroups;
+  return 8 * (4 * config.stages + dq_barriers + 4 + 3 + 1) + 2 * kBackwardTileBytes;
 }
 
 constexpr int backward_smem_bytes(const BackwardConfig& config) {
   const int kv_bytes = config.block_n * (config.head_dim + config.head_dim_v) * 2;
-  const int stage_bytes =
-      config.block_m * (config.head_dim + config.head_dim_v + config.block_n) * 2;
-  const int dq_bytes = config.block_m * config.head_dim * 4;
-  // LSE and delta of each query of a stage, the queries that see each key.
+  const int stage_bytes = config.block_m * (config.head_dim + config.head_dim_v) * 2;
+  // dS in two stages, or P and dS.
+  const int ds_bytes = 2 * config.block_m * config.block_n * 2;
+  const int dq_bytes = config.wide() ? 0 : config.block_m * config.head_dim * 4;
+  // LSE and delta of each query of a stage, the queries that see each warpgroup's keys.
   const int statistics_bytes = config.stages * config.block_m * 8;
-  const int mask_bytes = config.block_n * 8;
-  return (kv_bytes + config.stages * stage_bytes + dq_bytes + statistics_bytes + mask_bytes +
-          backward_barrier_bytes(config) + 1023) /
+  const int mask_bytes = kBackwardWarpgroups * kRowsPerWarpgroup * 8;
+  return (kv_bytes + config.stages * stage_bytes + ds_bytes + dq_bytes + statistics_bytes +
+          mask_bytes + backward_barrier_bytes(config) + 1023) /
          1024 * 1024;
 }
 
-// The consumer warpgroups and one more for the producer and the adder of dQ.
+// The consumer warpgroups and one more for the producers, the scheduler and the adder of dQ.
 constexpr int backward_num_threads(const BackwardConfig&) {
   return (kBackwardWarpgroups + 1) * kWarpgroupSize;
 }

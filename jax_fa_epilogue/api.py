@@ -168,7 +168,9 @@ def flash_attention(
       num_splits: parts into which the key axis is cut; 0 lets the plan choose.
       pack_gqa: pack the query heads of a key/value head into the rows of a tile; None lets the plan
         choose. Never changes the meaning of the result.
-      deterministic: gradients that are bitwise equal from run to run.
+      deterministic: gradients that are bitwise equal from run to run, at some cost in speed.
+        Otherwise the kernels add up dq in the order in which blocks finish, so that its last bits
+        may differ; dk, dv, out and lse are the same in every run.
       return_lse: return ``(out, lse)``; gradients flow through both.
       implementation: None, "cuda" or "xla".
 
@@ -179,7 +181,14 @@ def flash_attention(
       ValueError: wrong shapes or keywords, concrete lengths that do not fit.
       TypeError: wrong dtypes or kinds of arguments.
       NotImplementedError: ``implementation="cuda"`` where no kernel can run (float32, or a pair of
-        D and Dv without a kernel: `plan` tells); fp8; forward-mode and second derivatives.
+        D and Dv without a kernel: `plan` tells), for the gradient when that is traced; fp8;
+        forward-mode and second derivatives.
+
+    Under ``jax.checkpoint`` with the policy ``save_only_these_names("flash_attention_out",
+    "flash_attention_lse")`` the backward pass does not compute the attention again. Its kernels
+    need working memory for dq in float32, in whole tiles (up to 128 queries, D rounded up to a
+    kernel's), 8 bytes per query and head, and some integers. Where no kernel covers the gradient of
+    a call that has a forward kernel, `implementation` None takes the XLA reference for it alone.
 
     The computation is FlashAttention (Dao et al., 2022; Shah et al., 2024).
     """
@@ -311,7 +320,7 @@ def flash_attention_partials(  # noqa: D417
       out_partial float32 ``(N, B, Sq, Hq, Dv)`` and lse_partial float32 ``(N, B, Hq, Sq)``, each
       part normalised on its own. ``combine(*flash_attention_partials(...))`` is `flash_attention`.
       Which keys make up a part depends on the implementation, and with the call on whether it is
-      differentiated: then the XLA reference runs.
+      differentiated: then the XLA reference runs, forward and backward.
 
     Raises:
       ValueError: wrong shapes or keywords, concrete lengths that do not fit.

@@ -1,12 +1,13 @@
 """The operations with their derivatives: ``jax.custom_vjp`` around the primitives.
 
 Between the public functions and the primitives: operands are brought into the primitives' logical
-forms by reshapes and transposes that change nothing in memory, and back. Every backward pass is the
-reference's.
+forms by reshapes and transposes that change nothing in memory, and back. Attention has a kernel for
+the backward pass too; that of the epilogue, of combine and of partial results is the reference's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_fa_epilogue import heads, plans, primitives, problem, reference
+from jax_fa_epilogue.primitives_backward import backward_p
 from jax_fa_epilogue.primitives_epilogue import combine_p, epilogue_operands, epilogue_p
 from jax_fa_epilogue.primitives_forward import forward_p, operand_names
 from jax_fa_epilogue.varying import match_varying
@@ -250,6 +252,62 @@ def _attention_forward(
     return (out, lse), (operands, out, lse)
 
 
+def _honest(
+    facts: problem.AttentionProblem, descriptors: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Offsets and lengths of packed sequences, in the primitive's order, true for any input."""
+    cu_seqlens, seqused = {}, {}
+    for side, total, longest in (
+        ("q", facts.total_q, facts.seqlen_q),
+        ("k", facts.total_k, facts.seqlen_k),
+    ):
+        given = (descriptors.get(f"{name}_{side}") for name in ("cu_seqlens", "seqused"))
+        cu_seqlens[f"cu_seqlens_{side}"], seqused[f"seqused_{side}"] = reference.honest_descriptors(
+            *given, total, longest
+        )
+    return cu_seqlens | seqused
+
+
+@functools.partial(_as_one_program, static_argnums=(0, 1))
+def _bind_backward(
+    facts: problem.AttentionProblem, launch: plans.BackwardLaunch, *operands: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bind backward_p on its logical forms; memory order stays as it is.
+
+    `operands` are q, k, v, out, lse and the cotangents of out and lse, then the descriptors.
+    Returns dq, dk, dv, shaped as q, k, v.
+    """
+    q, k, v, out, lse, dout, dlse, *given = operands
+    *_, descriptors = _named(facts, (q, k, v, *given))
+    if facts.varlen:
+        # Sequences that overlap would share rows of the workspace, so that nothing is left to the
+        # kernels to find out; the longest sequence is not known to them either.
+        descriptors = _honest(facts, descriptors)
+    gradients = backward_p.bind(
+        heads.split_queries(facts, q),
+        heads.split_keys(k),
+        heads.split_keys(v),
+        heads.split_queries(facts, out),
+        heads.split_lse(facts, lse),
+        heads.split_queries(facts, dout),
+        heads.split_lse(facts, dlse),
+        *(x[..., None, :] if facts.varlen else x[:, None, None] for x in descriptors.values()),
+        num_batch_dims=0 if facts.varlen else 1,
+        softmax_scale=facts.softmax_scale,
+        softcap=facts.softcap,
+        window_left=facts.window_left,
+        window_right=facts.window_right,
+        top_left=facts.top_left,
+        has_cu_seqlens=facts.varlen,
+        has_seqused_q="seqused_q" in descriptors,
+        has_seqused_k="seqused_k" in descriptors,
+        deterministic=facts.deterministic,
+        **dataclasses.asdict(launch),
+    )
+    dq, dk, dv = gradients
+    return heads.merge_queries(dq), heads.split_keys(dk), heads.split_keys(dv)
+
+
 def attention_results(
     facts: problem.AttentionProblem, launch: plans.Launch | None, operands: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -273,7 +331,14 @@ def attention_gradients(
     `operands` are those of `attention`, and `launch` is its, or None for the reference. The results
     may be those over more keys than the operands hold: then the gradients are the operands' part.
     """
-    return reference.attend_backward(facts, *_named(facts, operands), out, lse, dout, dlse)
+    q, k, v, descriptors = _named(facts, operands)
+    backward = launch and plans.launch_backward(launch, facts)
+    # A result that the loss does not use has a cotangent of zeros, an array like any other: that of
+    # lse is small, and a loss without out is rare.
+    if backward is None:
+        return reference.attend_backward(facts, q, k, v, descriptors, out, lse, dout, dlse)
+    arrays = match_varying((q, k, v, out, lse, dout, dlse, *descriptors.values()))
+    return _bind_backward(facts, backward, *arrays)
 
 
 def _attention_backward(

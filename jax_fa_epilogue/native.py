@@ -14,6 +14,7 @@ import jax
 from jax_fa_epilogue import _native
 
 FORWARD_TARGET = "jax_fa_epilogue_forward_v1"
+BACKWARD_TARGET = "jax_fa_epilogue_backward_v1"
 EPILOGUE_TARGET = "jax_fa_epilogue_epilogue_v1"
 COMBINE_TARGET = "jax_fa_epilogue_combine_v1"
 COMPUTE_CAPABILITY = "9.0"

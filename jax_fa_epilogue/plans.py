@@ -48,7 +48,11 @@ def choose(
 
 
 def _not_built(plan: dict[str, Any]) -> str | None:
-    return None if plan["built"] else f"kernel {plan['kernel']} is not built"
+    if plan["built"]:
+        return None
+    parts = [plan[name] for name in ("preprocess", "main", "postprocess") if name in plan]
+    missing = next((part for part in parts if not part["built"]), plan)
+    return f"kernel {missing['kernel']} is not built"
 
 
 def epilogue(facts: problem.EpilogueProblem) -> dict[str, Any]:
@@ -104,8 +108,7 @@ def attention(facts: problem.AttentionProblem, *, partial: bool = False) -> dict
         # A single split needs no merging.
         return _attention(facts, 0) if plan["num_splits"] <= 1 and not partial else plan
     except NotImplementedError as error:
-        call = f"{facts.dtype}, head dimensions {facts.head_dim} and {facts.head_dim_v}"
-        raise NotImplementedError(f"{error} ({call})") from None
+        raise _of_call(error, facts) from None
 
 
 def _attention(facts: problem.AttentionProblem, num_splits: int) -> dict[str, Any]:
@@ -134,6 +137,46 @@ def _attention(facts: problem.AttentionProblem, num_splits: int) -> dict[str, An
             max_seqlen_k=facts.seqlen_k if varlen else -1,
         ),
     )
+
+
+def backward(facts: problem.AttentionProblem) -> dict[str, Any]:
+    """The plan of the kernels for an attention call's gradient."""
+    if facts.dtype == np.float32:
+        raise NotImplementedError("no backward kernel takes float32")
+    varlen = facts.varlen
+    sizes = {
+        "seqlen_q": facts.total_q if varlen else facts.seqlen_q,
+        "seqlen_k": facts.total_k if varlen else facts.seqlen_k,
+        "sequences": facts.batch if varlen else 1,
+        "qhead_per_khead": facts.qhead_per_khead,
+    }
+    if not all(isinstance(size, int) for size in sizes.values()):
+        raise NotImplementedError(
+            "no backward kernel for symbolic sizes other than batch and heads"
+        )
+    try:
+        return _native.plan_backward(
+            dtype=_DTYPES[facts.dtype.name],
+            head_dim=facts.head_dim,
+            head_dim_v=facts.head_dim_v,
+            window_left=facts.window_left,
+            window_right=facts.window_right,
+            has_cu_seqlens=varlen,
+            has_seqused_q=varlen or facts.has_seqused_q,
+            has_seqused_k=varlen or facts.has_seqused_k,
+            deterministic=facts.deterministic,
+            num_sms=native.num_multiprocessors(),
+            **sizes,
+            **_sizes(batch=1 if varlen else facts.batch, heads_kv=facts.heads_kv),
+        )
+    except NotImplementedError as error:
+        raise _of_call(error, facts) from None
+
+
+def _of_call(error: NotImplementedError, facts: problem.AttentionProblem) -> NotImplementedError:
+    """The planner's error with what it is about."""
+    call = f"{facts.dtype}, head dimensions {facts.head_dim} and {facts.head_dim_v}"
+    return NotImplementedError(f"{error} ({call})")
 
 
 def merging(facts: problem.AttentionProblem, num_splits: int) -> problem.CombineProblem:
@@ -178,6 +221,43 @@ def launch(
     return Launch(name, chosen, merge, num_splits, plan["workspace_size"])
 
 
+@dataclasses.dataclass(frozen=True)
+class BackwardLaunch:
+    """What is chosen for the gradient of an attention call: parameters of backward_p.
+
+    The sizes are those of the workspaces, in elements per batch index and key/value head.
+    """
+
+    caller: str
+    implementation: str
+    dq_accum_size: int
+    statistics_size: int
+    semaphore_size: int
+
+
+def launch_backward(forward: Launch, facts: problem.AttentionProblem) -> BackwardLaunch | None:
+    """Choose for the gradient of a call that runs on the forward kernel; None: the reference.
+
+    The device was looked at for the forward pass.
+    """
+    try:
+        plan = backward(facts)
+        reason = _not_built(plan)
+    except NotImplementedError as error:
+        reason = str(error)
+    if reason is None:
+        sizes = ("dq_accum_size", "statistics_size", "semaphore_size")
+        return BackwardLaunch(
+            forward.caller, forward.implementation, **{name: plan[name] for name in sizes}
+        )
+    if forward.implementation == "cuda":
+        raise NotImplementedError(
+            f"jax_fa_epilogue.{forward.caller}: implementation='cuda' is not available for the "
+            f"gradient: {reason}"
+        )
+    return None
+
+
 def _sizes(**sizes: Any) -> dict[str, int]:
     """Sizes for the plan; it chooses the kernel independently of those that may be symbolic."""
     return {name: size if isinstance(size, int) else 1 for name, size in sizes.items()}
@@ -200,6 +280,9 @@ class Plan:
       num_splits: parts of the key axis; more than 1 are merged by the kernel of ``combine``.
       num_tiles: tiles that the launch works through.
       grid: thread blocks that are launched.
+      gradient_runs_on_kernel: whether the gradient does as well, where it is asked for.
+      gradient_reason: why it does not; None if it does.
+      gradient_kernel: name of its main kernel; None where no row covers the call.
     """
 
     runs_on_kernel: bool
@@ -212,6 +295,9 @@ class Plan:
     num_splits: int | None = None
     num_tiles: int | None = None
     grid: int | None = None
+    gradient_runs_on_kernel: bool = False
+    gradient_reason: str | None = None
+    gradient_kernel: str | None = None
 
     def __str__(self) -> str:
         """A line for each part of the plan."""
@@ -224,6 +310,9 @@ class Plan:
                 "tile": f"{self.block_m} rows {heads} x {self.block_n} keys",
                 "splits": str(self.num_splits),
                 "grid": f"{self.grid} blocks for {self.num_tiles} tiles",
+                "gradient": self.gradient_kernel
+                if self.gradient_runs_on_kernel
+                else f"the XLA reference: {self.gradient_reason}",
             }
         return "\n".join(f"{name:<8} {value}" for name, value in lines.items())
 
@@ -234,8 +323,22 @@ def describe(facts: problem.AttentionProblem, implementation: str | None) -> Pla
     try:
         plan = attention(facts)
     except NotImplementedError as error:
-        return Plan(False, reason or str(error))
+        reason = reason or str(error)
+        return Plan(False, reason, gradient_reason=reason)
     reason = reason or _not_built(plan)
     shown = {f.name for f in dataclasses.fields(Plan)} & set(plan)
     details = {name: plan[name] for name in shown} | {"num_splits": max(plan["num_splits"], 1)}
-    return Plan(reason is None, reason, **details)
+    gradient_reason = reason
+    try:
+        gradient = backward(facts)
+        details["gradient_kernel"] = gradient["kernel"]
+        gradient_reason = reason or _not_built(gradient)
+    except NotImplementedError as error:
+        gradient_reason = reason or str(error)
+    return Plan(
+        reason is None,
+        reason,
+        gradient_runs_on_kernel=gradient_reason is None,
+        gradient_reason=gradient_reason,
+        **details,
+    )

@@ -7,6 +7,7 @@ each of them has the full size, or size 1 where the operand does not depend on i
 reads with stride 0); results have the full size.
 
     primitives_forward.py   forward_p
+    primitives_backward.py  backward_p
     primitives_epilogue.py  epilogue_p, combine_p
 
 The parameter `implementation` is "xla" (the reference on every platform), "auto" (the kernel on

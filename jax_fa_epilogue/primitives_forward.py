@@ -35,7 +35,7 @@ from jax_fa_epilogue.primitives import (
     too_many_batch_axes,
 )
 
-_OPERANDS = {
+FORMS = {
     "q": Form("hgtd", "thgd"),
     "k": Form("hsd", "shd"),
     "v": Form("hse", "she"),
@@ -131,7 +131,7 @@ def _lower_cuda(ctx: Any, *operands: Any, implementation: str, caller: str, **pa
     num_batch_dims, num_splits = params["num_batch_dims"], params["num_splits"]
     if implementation == "xla" or too_many_batch_axes(ctx, caller, implementation, num_batch_dims):
         return lower_reference(_reference, ctx, *operands, **params)
-    forms = [_OPERANDS[name] for name in _names(params)]
+    forms = [FORMS[name] for name in _names(params)]
     results = _PARTIAL_RESULTS if num_splits else _FINAL_RESULTS
     workspace = _WORKSPACE
     if num_splits:

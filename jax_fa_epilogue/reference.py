@@ -492,18 +492,29 @@ def sequences(
     )
 
 
-def _packed_rows(
+def honest_descriptors(
     cu_seqlens: Any, seqused: Any, total: Any, longest: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each sequence's start and its number of rows, inside the buffer for any input."""
+    """Return offsets (B + 1,) and lengths (B,) that are true for any input, both int32.
+
+    The offsets ascend within the buffer of `total` rows, no sequence is longer than `longest`.
+    """
     offsets = lax.cummax(jnp.asarray(cu_seqlens))
     offsets = jnp.clip(offsets, 0, total).astype(jnp.int32)
-    if offsets.shape[0] == 1:  # no sequence: an empty one spares everyone else the special case
-        return jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.int32)
     lengths = jnp.minimum(jnp.diff(offsets), longest)
     if seqused is not None:
         used = jnp.clip(jnp.asarray(seqused), 0, longest).astype(jnp.int32)
         lengths = jnp.minimum(lengths, used)
+    return offsets, lengths
+
+
+def _packed_rows(
+    cu_seqlens: Any, seqused: Any, total: Any, longest: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Return each sequence's start and its number of rows, inside the buffer for any input."""
+    if cu_seqlens.shape[0] == 1:  # no sequence: an empty one spares everyone else the special case
+        return jnp.zeros((1,), jnp.int32), jnp.zeros((1,), jnp.int32)
+    offsets, lengths = honest_descriptors(cu_seqlens, seqused, total, longest)
     return offsets[:-1], lengths
 
 

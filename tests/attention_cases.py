@@ -44,6 +44,7 @@ class Case:
     pack_gqa: bool | None = None
     lengths: tuple[tuple[int, int], ...] | None = None
     padding: int = 0  # tokens after the last sequence, on both sides
+    deterministic: bool = False
 
     def __str__(self):
         default = Case()
@@ -59,9 +60,9 @@ class Case:
         return {"causal": self.causal, "window": self.window}
 
 
-def parametrize(cases):
+def parametrize(cases, step=5):
     """All cases for the kernels; each fifth elsewhere: the reference has tests of its own."""
-    everywhere = set(cases[::5])
+    everywhere = set(cases[::step])
     return pytest.mark.parametrize(
         "case",
         [
@@ -93,23 +94,23 @@ def make(case, seed=0, garbage=np.nan):
         if used is not None:
             descriptors[f"seqused_{side}"] = np.array(used, np.int32)
     for side, arrays in (("q", (q,)), ("k", (k, v))):
-        outside = _outside(arrays[0].shape, side, descriptors)
+        rows = outside(arrays[0].shape, side, descriptors)
         for x in arrays:
-            x[outside] = garbage
+            x[rows] = garbage
     return *(x.astype(jnp.dtype(case.dtype)) for x in (q, k, v)), descriptors
 
 
-def _outside(shape, side, descriptors):
+def outside(shape, side, descriptors):
     """Which rows, (B, S) or (T,), no sequence owns."""
     used, starts = descriptors.get(f"seqused_{side}"), descriptors.get(f"cu_seqlens_{side}")
     if starts is None:
         limit = shape[1] if used is None else used[:, None]
         return np.broadcast_to(np.arange(shape[1]) >= limit, shape[:2])
     lengths = np.diff(starts) if used is None else used
-    outside = np.ones(shape[0], bool)
+    rows = np.ones(shape[0], bool)
     for start, length in zip(starts, lengths, strict=False):
-        outside[start : start + length] = False
-    return outside
+        rows[start : start + length] = False
+    return rows
 
 
 def function_of(case):
@@ -121,6 +122,7 @@ def function_of(case):
         "softmax_scale": case.scale,
         "num_splits": case.num_splits,
         "pack_gqa": case.pack_gqa,
+        "deterministic": case.deterministic,
         "return_lse": True,
         "implementation": BEST,
     }

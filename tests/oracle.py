@@ -40,8 +40,8 @@ def visible_keys(seqlen_q, seqlen_k, window=(-1, -1), causal=False, top_left=Fal
 def one_head(q, k, v, mask, scale, softcap=0.0, bias=None, dout=None, dlse=None, round_to=None):
     """Attention of one head, q (M, D), k (N, D), v (N, Dv), mask (M, N), all float64.
 
-    With `round_to`, logits, weights and the result are rounded to that dtype, as a computation
-    without a fused kernel does.
+    With `round_to`, logits, weights, the result and the gradients of weights and logits are rounded
+    to that dtype, as a computation without a fused kernel does.
     """
 
     def rounded(x):
@@ -70,8 +70,9 @@ def one_head(q, k, v, mask, scale, softcap=0.0, bias=None, dout=None, dlse=None,
     dlse = np.where(some, dlse, 0.0)
     q = np.where(some[:, None], q, 0.0)
     # d(out) / d(logit) by the softmax's Jacobian, d(lse) / d(logit) is the weight itself.
-    dweights = dout @ v.T
-    dlogits = weights * (dweights - (weights * dweights).sum(axis=1, keepdims=True) + dlse[:, None])
+    dweights = rounded(dout @ v.T)
+    delta = (weights * dweights).sum(axis=1, keepdims=True) - dlse[:, None]
+    dlogits = rounded(weights * (dweights - delta))
     dproduct = dlogits * slope * scale
     return out, lse, dproduct @ k, dproduct.T @ q, weights.T @ dout, dlogits
 

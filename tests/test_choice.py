@@ -22,7 +22,18 @@ def is_built():
     return all(k["built"] for k in kernels)
 
 
+def is_backward_built():
+    """Whether the kernels of the gradients below are, too."""
+    names = ("preprocess_bf16", "backward_bf16_128_128", "postprocess_bf16_128")
+    kernels = [k for k in _native.kernels() if k["name"].startswith(names)]
+    return is_built() and all(k["built"] for k in kernels)
+
+
 needs_kernels = pytest.mark.skipif(not is_built(), reason="built without the CUDA kernels used")
+
+needs_backward = pytest.mark.skipif(
+    not is_backward_built(), reason="built without the backward's CUDA kernels used"
+)
 
 
 def struct(*shape, dtype=BF16):
@@ -137,6 +148,70 @@ def test_cuda_names_what_is_missing(operands, keywords, message):
     assert "custom_call" not in lowered(attend(None), (operands, keywords))
 
 
+# ---- Gradients ----------------------------------------------------------------------------------
+
+GRADIENTS = ["flash_attention", "flash_attention_varlen", "dot_product_attention"]
+
+
+def gradient(name, implementation):
+    function = call_of(name, implementation)
+    return jax.grad(lambda *x: function(*x).astype(F32).sum(), (0, 1, 2))
+
+
+@needs_backward
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_run_on_the_kernels(name):
+    text = lowered(gradient(name, None), CALLS[name][1])
+    assert (
+        text.count(f"@{native.FORWARD_TARGET}(") == text.count(f"@{native.BACKWARD_TARGET}(") == 1
+    )
+    assert "custom_call" not in lowered(gradient(name, "xla"), CALLS[name][1])
+
+
+@needs_backward
+def test_deterministic_reaches_the_handler():
+    for deterministic in (False, True):
+        attend = functools.partial(fa.flash_attention, deterministic=deterministic)
+        pull = jax.grad(lambda *x, f=attend: f(*x).astype(F32).sum())
+        assert f"deterministic = {int(deterministic)} : i32" in lowered(pull, qkv())
+
+
+@needs_kernels
+@pytest.mark.parametrize("part", ["preprocess", "main", "postprocess"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_backward_kernel_that_is_not_built(name, part, monkeypatch):
+    """The forward kernel runs all the same; "cuda" names what is missing, when it is needed."""
+
+    def plan_backward(**keywords):
+        plan = _native.plan_backward(**keywords)
+        parts = {p: plan[p] | {"built": p != part} for p in ("preprocess", "main", "postprocess")}
+        return plan | parts | {"built": False}
+
+    fake = FakeModule(plan_forward=_native.plan_forward, plan_backward=plan_backward)
+    monkeypatch.setattr(fa.plans, "_native", fake)
+    operation = "backward" if part == "main" else part
+    message = rf"\.{name}: .*'cuda' is not .*gradient: kernel {operation}_bf16\w* is not built"
+    jax.eval_shape(call_of(name, "cuda"), *CALLS[name][1])
+    with pytest.raises(NotImplementedError, match=message):
+        jax.eval_shape(gradient(name, "cuda"), *CALLS[name][1])
+    text = lowered(gradient(name, None), CALLS[name][1])
+    assert native.FORWARD_TARGET in text and native.BACKWARD_TARGET not in text
+
+
+@needs_kernels
+def test_gradients_without_a_row_in_the_table(monkeypatch):
+    def plan_backward(**_):
+        raise NotImplementedError("no backward kernel of the table covers this call")
+
+    fake = FakeModule(plan_forward=_native.plan_forward, plan_backward=plan_backward)
+    monkeypatch.setattr(fa.plans, "_native", fake)
+    with pytest.raises(NotImplementedError, match=r"covers this call \(bfloat16, head dimensions"):
+        jax.eval_shape(gradient("flash_attention", "cuda"), *qkv())
+    plan = fa.plan(*qkv())
+    assert plan.runs_on_kernel and not plan.gradient_runs_on_kernel
+    assert plan.gradient_kernel is None and "covers this call" in plan.gradient_reason
+
+
 # ---- Which device -------------------------------------------------------------------------------
 
 
@@ -191,12 +266,16 @@ def test_plan_is_readable():
     plan = fa.plan(*qkv(seqlen_q=4096, seqlen_k=4096), causal=True)
     assert plan.runs_on_kernel and plan.reason is None
     assert (plan.block_m, plan.block_n, plan.pack_gqa, plan.num_splits) == (128, 128, False, 1)
+    reason = plan.gradient_reason
+    assert (reason is None) == plan.gradient_runs_on_kernel == is_backward_built()
     assert str(plan).splitlines() == [
         "runs on  the CUDA kernel",
         "kernel   forward_bf16_128_128_final_128_128_2 (built)",
         "tile     128 rows of one head x 128 keys",
         "splits   1",
         f"grid     {plan.grid} blocks for 512 tiles",
+        "gradient "
+        + (plan.gradient_kernel if is_backward_built() else f"the XLA reference: {reason}"),
     ]
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.grid = 1

@@ -107,6 +107,20 @@ def test_nan_lse_gives_nan():
     np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), np.arange(5) == 2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_bits_do_not_depend_on_the_batch(head_dim):
+    """Rule 7, also where the kernel treats few queries otherwise than many."""
+    splits, batch = 19, 3000
+    rng = np.random.default_rng(0)
+    out_partial = rng.standard_normal((splits, 1, 3, 2, head_dim)).astype(np.float32)
+    lse_partial = rng.standard_normal((splits, 1, 2, 3)).astype(np.float32)
+    alone = call(out_partial, lse_partial)
+    many = call(np.repeat(out_partial, batch, 1), np.repeat(lse_partial, batch, 1))
+    for one, all_of_them in zip(alone, many, strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(all_of_them[batch // 2]).tobytes()
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 2), (2, 0, 2), (2, 5, 0), (0, 2), (5, 0)])
 def test_zero_sizes(shape):
     lse_partial = np.zeros((3, *shape), np.float32).swapaxes(-1, -2)

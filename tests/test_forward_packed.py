@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -352,3 +354,49 @@ def test_one_program_for_all_lengths():
             np.asarray(out).astype(np.float32), expected.astype(np.float32), atol=2e-3, rtol=2**-6
         )
     assert len(traces) == 1
+
+
+@pytest.mark.gpu
+def test_r12_cache_of_more_than_2_to_the_31_elements():
+    """The last sequence lies beyond; two caches, so that k and v are not one array."""
+    batch, seqlen, heads_kv, dim = 9, 262_145, 8, 128
+    used = 3000
+
+    def cache(seed):
+        last = jax.random.normal(jax.random.key(seed), (seqlen, heads_kv, dim), jnp.bfloat16)
+        return jnp.zeros((batch, seqlen, heads_kv, dim), jnp.bfloat16).at[-1].set(last)
+
+    k, v = jax.jit(cache, static_argnums=0)(1), jax.jit(cache, static_argnums=0)(2)
+    q = jax.random.normal(jax.random.key(0), (batch, 1, 4 * heads_kv, dim), jnp.bfloat16)
+    lengths = jnp.full((batch,), used, jnp.int32).at[-1].set(seqlen)
+    attend = functools.partial(fa.flash_attention, causal=True, implementation=BEST)
+    out = jax.jit(attend)(q, k, v, seqused_k=lengths)
+    # That sequence alone takes other splits, so that only the values agree.
+    alone = jax.jit(attend)(q[-1:], k[-1:], v[-1:])
+    error = jnp.abs(out[-1:].astype(jnp.float32) - alone.astype(jnp.float32)).max()
+    assert error <= 2**-7 * jnp.abs(alone.astype(jnp.float32)).max()
+    assert not jnp.any(out[:-1])
+
+
+@pytest.mark.gpu
+def test_splits_take_bounded_memory():
+    """Partial results: at most twice the output and 64 MiB; in a process with a peak of its own."""
+    program = """
+import jax, jax.numpy as jnp
+import jax_fa_epilogue as fa
+device = jax.devices()[0]
+q = jax.block_until_ready(jnp.ones((4, 1, 64, 256), jnp.bfloat16))
+k = jax.block_until_ready(jnp.ones((4, 32768, 2, 256), jnp.bfloat16))
+attend = jax.jit(lambda q, k: fa.flash_attention(q, k, k, implementation="cuda"))
+plan = fa.plan(q, k, k)
+compiled = attend.lower(q, k).compile()
+before = device.memory_stats()["bytes_in_use"]
+out = jax.block_until_ready(compiled(q, k))
+peak = device.memory_stats()["peak_bytes_in_use"]
+print(plan.num_splits, peak - before, out.nbytes)
+"""
+    result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    num_splits, taken, out_bytes = map(int, result.stdout.split())
+    assert num_splits > 1
+    assert taken <= 3 * out_bytes + (64 << 20)

@@ -68,7 +68,12 @@ def test_import_is_quick(tmp_path):
 
 def test_parts_of_the_native_module_agree():
     built = [kernel["name"] for kernel in _native.kernels() if kernel["built"]]
-    targets = {native.EPILOGUE_TARGET, native.COMBINE_TARGET}
+    targets = {
+        native.FORWARD_TARGET,
+        native.BACKWARD_TARGET,
+        native.EPILOGUE_TARGET,
+        native.COMBINE_TARGET,
+    }
     assert (targets <= set(_native.handlers())) == _native.cuda_built
     assert bool(built) == _native.cuda_built
     assert (_native.cuda_version() >= 12040) == _native.cuda_built

@@ -28,6 +28,7 @@ def reachable():
                 batch=2,
                 heads_kv=2,
                 qhead_per_khead=1,
+                sequences=1 if right else 5000,
                 seqlen_q=seqlen_q,
                 seqlen_k=512,
                 head_dim=head_dim,
@@ -74,9 +75,8 @@ def test_names_are_unique_and_say_the_config():
         assert kernel["name"] == "_".join([kernel["operation"], *values])
 
 
-def test_default_build_has_every_kernel_in_use():
-    in_use = {"epilogue", "combine", "schedule", "forward"}
-    kernels = [kernel for kernel in _native.kernels() if kernel["operation"] in in_use]
+def test_default_build_has_every_kernel():
+    kernels = _native.kernels()
     if not _native.cuda_built:
         assert not any(kernel["built"] for kernel in kernels)
         pytest.skip("built without CUDA")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from jax_fa_epilogue import _native
@@ -84,9 +86,14 @@ def test_split_counts_out_of_range(num_splits):
         combine(num_splits=num_splits)
 
 
-def test_combine_tasks_cover_every_row():
-    plan = combine(seqlen=17, batch=2, heads=3)
-    assert plan["num_tasks"] == 2 * 3 * 5
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "queries_per_warp"),
+    [(128, 2, 1), (64, 2, 2), (32, 2, 4), (256, 2, 1), (128, 2000, 4), (64, 2000, 4)],
+)
+def test_combine_tasks_cover_every_row(head_dim, batch, queries_per_warp):
+    plan = combine(seqlen=17, batch=batch, heads=3, head_dim=head_dim)
+    assert plan["queries_per_warp"] == queries_per_warp
+    assert plan["num_tasks"] == batch * 3 * -(-17 // queries_per_warp)
     assert plan["grid"] * plan["num_threads"] // 32 >= plan["num_tasks"]
 
 
@@ -132,6 +139,7 @@ def test_golden_plans():
         "grid": 4096,
         "num_threads": 256,
         "smem_bytes": 1152,
+        "queries_per_warp": 4,
         "num_tasks": 32768,
     }
 
@@ -162,11 +170,21 @@ def test_forward_takes_the_narrowest_tile(head_dim, num_splits, seqlen_q):
     assert plan["smem_bytes"] <= 227 * 1024
 
 
+def test_forward_takes_the_small_tile_for_few_queries_with_a_mask():
+    def rows(**changes):
+        return forward(head_dim=64, head_dim_v=64, **changes)["block_m"]
+
+    assert rows(window_right=0) == 128
+    assert rows(window_left=100) == 128
+    assert rows() == 192
+    assert rows(seqlen_q=1025, seqlen_k=1025, window_right=0) == 192
+    assert rows(window_right=0, seqlen_q=1) == 64
+
+
 def test_forward_packs_heads_where_it_saves_tiles():
     assert forward(seqlen_q=1)["pack_gqa"]
     assert not forward(seqlen_q=1, pack_gqa=0)["pack_gqa"]
     assert not forward(seqlen_q=4096)["pack_gqa"]
-    assert not forward(seqlen_q=1)["tma_store"]
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 100])
@@ -197,6 +215,15 @@ def test_forward_with_a_causal_mask_starts_with_the_longest_tiles():
     assert forward(has_seqused_k=True)["dynamic"]
 
 
+def test_a_side_that_excludes_no_key_is_no_window():
+    """As a causal mask for the last query."""
+    many = functools.partial(forward, batch=100)
+    assert not many(seqlen_q=1, window_right=0)["dynamic"]
+    assert many(seqlen_q=2, window_right=0)["dynamic"]
+    assert not many(seqlen_q=5, seqlen_k=9, window_left=8)["dynamic"]
+    assert many(seqlen_q=5, seqlen_k=9, window_left=7)["dynamic"]
+
+
 def packed(**changes):
     problem = {"has_cu_seqlens": True, "sequences": 3, "batch": 1, "max_seqlen_q": 400}
     return forward(**(problem | {"max_seqlen_k": 400} | changes))
@@ -207,10 +234,19 @@ def test_packed_forward_reserves_a_tile_per_segment():
     plan = packed(pack_gqa=0)
     assert plan["num_tiles"] == 16 * (-(-1000 // 128) + 3 + 2)
     assert plan["schedule_kernel"] in {kernel["name"] for kernel in _native.kernels()}
-    assert plan["dynamic"] and not plan["tma_store"]
+    assert plan["dynamic"]
     assert plan["workspace_size"] == 3 + 4 * (3 + 2)
     assert forward()["workspace_size"] == 1
     assert forward()["schedule_kernel"] == ""
+
+
+@pytest.mark.parametrize(
+    ("sequences", "kernel"),
+    [(3, "schedule_1024_1"), (1022, "schedule_1024_1"), (1023, "schedule_1024_8")],
+)
+def test_packed_forward_looks_at_few_sequences_at_once(sequences, kernel):
+    assert packed(sequences=sequences)["schedule_kernel"] == kernel
+    assert packed(sequences=10**6)["schedule_kernel"] == "schedule_1024_8"
 
 
 def test_packed_forward_chooses_by_the_longest_sequence():

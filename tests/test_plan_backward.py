@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 
 import pytest
@@ -66,7 +67,7 @@ def test_query_blocks_hold_every_visible_pair_and_masks_where_needed(block_m, bl
 
 @pytest.mark.parametrize("block_m, block_n", [(4, 8), (5, 8)])
 def test_turns_count_the_visitors_of_a_block(block_m, block_n):
-    """A tile waits for as many additions as tiles before it make: none is missing, none waits."""
+    """A tile waits for as many additions as tiles of higher keys make, no more and no fewer."""
     for left, right, shift, seqlen_q, seqlen_k in problems():
         visited = [
             maps.query_blocks(left, right, shift, seqlen_q, seqlen_k, first, block_m, block_n)[:2]
@@ -74,12 +75,12 @@ def test_turns_count_the_visitors_of_a_block(block_m, block_n):
         ]
         for block in range(-(-seqlen_q // block_m)):
             added = 0
-            for tile, (begin, end) in enumerate(visited):
+            for tile, (begin, end) in reversed(list(enumerate(visited))):
                 if begin <= block < end:
-                    turn = tile - maps.first_visitor(
-                        left, right, shift, seqlen_k, block, block_m, block_n
+                    last = maps.last_visitor(
+                        left, right, shift, seqlen_q, seqlen_k, block, block_m, block_n
                     )
-                    assert turn == added
+                    assert last - tile == added
                     added += 1
 
 
@@ -115,7 +116,9 @@ def test_lying_descriptors_stay_inside(cu_seqlens):
         assert -1 <= sequence < sequences and row >= 0
 
 
-@pytest.mark.parametrize("block_m, head_dim", [(64, 128), (80, 128), (128, 64), (64, 256)])
+@pytest.mark.parametrize(
+    "block_m, head_dim", [(64, 128), (80, 128), (128, 64), (64, 256), (128, 192), (128, 256)]
+)
 def test_accumulator_of_dq_is_a_permutation(block_m, head_dim):
     count = block_m * head_dim // 256
     elements, offsets = set(), set()
@@ -143,8 +146,8 @@ def backward(**changes):
     return _native.plan_backward(**(problem | changes))
 
 
-@pytest.mark.parametrize("head_dim", (8, 64, 72, 128))
-@pytest.mark.parametrize("head_dim_v", (8, 64, 128))
+@pytest.mark.parametrize("head_dim", (8, 64, 72, 128, 136, 192, 200, 256))
+@pytest.mark.parametrize("head_dim_v", (8, 64, 128, 144, 256))
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("right", [-1, 0])
 def test_a_kernel_that_holds_the_columns_and_fits(head_dim, head_dim_v, dtype, right):
@@ -165,6 +168,9 @@ def test_workspace_is_one_fp32_copy_of_q_in_whole_blocks():
     assert plan["statistics_size"] == 2 * blocks * plan["block_m"] * 2
     assert plan["semaphore_size"] == 1
     assert backward(deterministic=True)["semaphore_size"] == 1 + 2 * blocks
+    # Wide heads: one turn per consumer warp.
+    wide = backward(head_dim=256, head_dim_v=256, deterministic=True)
+    assert wide["semaphore_size"] == 1 + 2 * 8 * wide["q_slots"]
     packed = backward(batch=1, has_cu_seqlens=True, sequences=7)
     assert packed["q_slots"] == 1000 // plan["block_m"] + 7
 
@@ -178,7 +184,29 @@ def test_tiles_and_launches():
     causal = backward(batch=8, window_right=0)
     assert causal["dynamic"] and causal["main"]["grid"] == 132
     assert not backward(batch=8)["dynamic"]
+    assert backward(batch=8, deterministic=True)["dynamic"]
     assert backward(seqlen_q=0)["main"]["grid"] == 0
+
+
+@pytest.mark.parametrize("right", [-1, 0])
+@pytest.mark.parametrize("heads, seqlen", [(1, 5000), (7, 300), (40, 1000)])
+def test_ordered_tiles_wait_for_lower_numbers_only(heads, seqlen, right):
+    """The tiles of a head are handed out from the last keys to the first, all of them."""
+    plan = backward(
+        batch=1,
+        heads_kv=heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        window_right=right,
+        deterministic=True,
+    )
+    row_blocks = collections.defaultdict(list)
+    for tile in range(plan["num_tiles"]):
+        block, head = maps.tile_position(
+            plan["row_blocks"], heads, plan["section_heads"], True, tile
+        )
+        row_blocks[head].append(block)
+    assert row_blocks == {h: list(range(plan["row_blocks"]))[::-1] for h in range(heads)}
 
 
 def test_wrong_problems():

@@ -227,7 +227,12 @@ def test_forward_mode_names_the_function(operation, transform):
 def export(function, platforms, *operands):
     checks = [
         jax.export.DisabledSafetyCheck.custom_call(target)
-        for target in (native.FORWARD_TARGET, native.EPILOGUE_TARGET, native.COMBINE_TARGET)
+        for target in (
+            native.FORWARD_TARGET,
+            native.BACKWARD_TARGET,
+            native.EPILOGUE_TARGET,
+            native.COMBINE_TARGET,
+        )
     ]
     exported = jax.export.export(jax.jit(function), platforms=platforms, disabled_checks=checks)(
         *operands

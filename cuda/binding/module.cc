@@ -223,6 +223,7 @@ NB_MODULE(_native, module) {
         const CombinePlan plan =
             plan_combine({parse_data_type(out_dtype), batch, heads, seqlen, head_dim, num_splits});
         nb::dict dict = to_dict(plan);
+        dict["queries_per_warp"] = plan.queries_per_warp;
         dict["num_tasks"] = plan.num_tasks;
         return dict;
       },
@@ -258,7 +259,6 @@ NB_MODULE(_native, module) {
         nb::dict dict = to_dict(plan);
         dict["schedule_kernel"] = plan.schedule_kernel;
         dict["pack_gqa"] = plan.pack_gqa;
-        dict["tma_store"] = plan.tma_store;
         dict["num_splits"] = plan.num_splits;
         dict["rows_per_tile"] = plan.rows_per_tile;
         dict["dynamic"] = plan.dynamic;
@@ -364,10 +364,10 @@ NB_MODULE(_native, module) {
         query_blocks({left, right, shift}, seqlen_q, seqlen_k, first, block_m, block_n);
     return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
   });
-  maps.def("first_visitor",
-           [](int left, int right, int shift, int seqlen_k, int block, int block_m, int block_n) {
-             return first_visitor({left, right, shift}, seqlen_k, block, block_m, block_n);
-           });
+  maps.def("last_visitor", [](int left, int right, int shift, int seqlen_q, int seqlen_k, int block,
+                              int block_m, int block_n) {
+    return last_visitor({left, right, shift}, seqlen_q, seqlen_k, block, block_m, block_n);
+  });
   maps.def("span_of", [](const std::vector<int>& cu_seqlens, const std::vector<int>& seqused,
                          int sequence, int total) {
     const Span span = span_of(cu_seqlens.empty() ? nullptr : cu_seqlens.data(),

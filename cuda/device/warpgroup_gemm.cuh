@@ -18,16 +18,16 @@ __device__ void fence_registers(float (&c)[kCount]) {
 }
 
 // c = a * b^T over the descriptors' last mode, both in shared memory, K-major or with a transpose
-// MN-major, c 64 x 2 kCount.
-template <DataType kType, bool kTransposeA = false, bool kTransposeB = false, typename A,
-          typename B, int kCount>
+// MN-major, c 64 x 2 kCount; or += .
+template <DataType kType, bool kTransposeA = false, bool kTransposeB = false,
+          bool kAccumulate = false, typename A, typename B, int kCount>
 __device__ void issue_gemm_ss(const A& a, const B& b, float (&c)[kCount]) {
   fence_registers(c);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < cute::size<2>(a); ++k) {
     WgmmaSs<kType, 2 * kCount>::template issue<kTransposeA, kTransposeB>(c, a(0, 0, k), b(0, 0, k),
-                                                                         k > 0);
+                                                                         kAccumulate || k > 0);
   }
   cute::warpgroup_commit_batch();
   fence_registers(c);

@@ -1,5 +1,5 @@
 // wgmma with both operands in shared memory and fp32 accumulators, for the tile widths that the
-// attention kernels use. CuTe has widths such as 176 only in a header that takes 50 s to
+// attention kernels use. CuTe has widths such as 112 only in a header that takes 50 s to
 // compile.
 #pragma once
 
@@ -23,9 +23,6 @@ struct WgmmaSs;
 #define FA_REGISTERS_5 "%40,%41,%42,%43,%44,%45,%46,%47"
 #define FA_REGISTERS_6 "%48,%49,%50,%51,%52,%53,%54,%55"
 #define FA_REGISTERS_7 "%56,%57,%58,%59,%60,%61,%62,%63"
-#define FA_REGISTERS_8 "%64,%65,%66,%67,%68,%69,%70,%71"
-#define FA_REGISTERS_9 "%72,%73,%74,%75,%76,%77,%78,%79"
-#define FA_REGISTERS_10 "%80,%81,%82,%83,%84,%85,%86,%87"
 #define FA_OPERANDS(i)                                                                        \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -93,18 +90,6 @@ FA_WGMMA_112(f16, "f16")
 FA_WGMMA_128(bf16, "bf16")
 FA_WGMMA_128(f16, "f16")
 #undef FA_WGMMA_128
-#define FA_WGMMA_176(type, ptx_type)                                                             \
-  FA_DEFINE_WGMMA(                                                                               \
-      type, ptx_type, 176,                                                                       \
-      FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2 "," FA_REGISTERS_3 "," FA_REGISTERS_4 \
-                     "," FA_REGISTERS_5 "," FA_REGISTERS_6 "," FA_REGISTERS_7 "," FA_REGISTERS_8 \
-                     "," FA_REGISTERS_9 "," FA_REGISTERS_10,                                     \
-      "%88", "%89", "%90", "%91", "%92", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16),        \
-      FA_OPERANDS(24), FA_OPERANDS(32), FA_OPERANDS(40), FA_OPERANDS(48), FA_OPERANDS(56),       \
-      FA_OPERANDS(64), FA_OPERANDS(72), FA_OPERANDS(80))
-FA_WGMMA_176(bf16, "bf16")
-FA_WGMMA_176(f16, "f16")
-#undef FA_WGMMA_176
 
 #undef FA_REGISTERS_0
 #undef FA_REGISTERS_1
@@ -114,9 +99,6 @@ FA_WGMMA_176(f16, "f16")
 #undef FA_REGISTERS_5
 #undef FA_REGISTERS_6
 #undef FA_REGISTERS_7
-#undef FA_REGISTERS_8
-#undef FA_REGISTERS_9
-#undef FA_REGISTERS_10
 #undef FA_OPERANDS
 #undef FA_DEFINE_WGMMA
 

@@ -46,13 +46,15 @@ void launch_combine(const CombineArguments& arguments, cudaStream_t stream) {
   for (int operand = 0; operand < kNumCombineOperands; ++operand) {
     params.split_stride[operand] = arguments.split_stride[operand];
   }
+  params.queries_per_warp = plan.queries_per_warp;
   params.num_tasks = plan.num_tasks;
   params.seqlen_blocks = cutlass::FastDivmod(plan.seqlen_blocks);
   params.heads = cutlass::FastDivmod(static_cast<int>(problem.heads));
   params.seqlen = static_cast<int>(problem.seqlen);
   params.head_dim = static_cast<int>(problem.head_dim);
   params.num_splits = static_cast<int>(problem.num_splits);
-  launch(plan, symbol, params, stream);
+  launch_kernel(plan.kernel, symbol, plan.grid, plan.num_threads, plan.smem_bytes, &params, stream,
+                LaunchOrder::waits_itself);
 }
 
 }  // namespace fa

@@ -74,27 +74,31 @@ void launch_backward(const BackwardArguments& arguments, cudaStream_t stream) {
   BackwardParams params = {};
   const CUtensorMapDataType type = tensor_map_type(problem.dtype);
   constexpr int kBytes = 2;
-  constexpr int kPanel = 64;
-  const auto queries_map = [&](const void* base, int64_t head_dim, int64_t batches) {
+  const auto queries_map = [&](const void* base, int64_t head_dim, int64_t batches, int panel) {
     const int64_t query_stride = heads_q * head_dim;
     return tensor_map<5>(
         plan.main.kernel, type, kBytes, base,
         {head_dim, group, problem.seqlen_q, problem.heads_kv, batches},
         {head_dim, query_stride, group * head_dim, problem.seqlen_q * query_stride},
-        {kPanel, 1, config.block_m, 1, 1}, kBytes * kPanel);
+        {panel, 1, config.block_m, 1, 1}, kBytes * panel);
   };
-  const auto keys_map = [&](const void* base, int64_t head_dim, int64_t batches) {
+  const auto keys_map = [&](const void* base, int64_t head_dim, int64_t batches, int panel) {
     const int64_t key_stride = problem.heads_kv * head_dim;
     return tensor_map<4>(plan.main.kernel, type, kBytes, base,
                          {head_dim, problem.seqlen_k, problem.heads_kv, batches},
                          {key_stride, head_dim, problem.seqlen_k * key_stride},
-                         {kPanel, config.block_n, 1, 1}, kBytes * kPanel);
+                         {panel, config.block_n, 1, 1}, kBytes * panel);
   };
-  params.q_tensor_map = queries_map(arguments.q, problem.head_dim, arguments.batches[kBackwardQ]);
+  const int panel = backward_panel_columns(config, config.head_dim);
+  const int panel_v = backward_panel_columns(config, config.head_dim_v);
+  params.q_tensor_map =
+      queries_map(arguments.q, problem.head_dim, arguments.batches[kBackwardQ], panel);
   params.dout_tensor_map =
-      queries_map(arguments.dout, problem.head_dim_v, arguments.batches[kBackwardDout]);
-  params.k_tensor_map = keys_map(arguments.k, problem.head_dim, arguments.batches[kBackwardK]);
-  params.v_tensor_map = keys_map(arguments.v, problem.head_dim_v, arguments.batches[kBackwardV]);
+      queries_map(arguments.dout, problem.head_dim_v, arguments.batches[kBackwardDout], panel_v);
+  params.k_tensor_map =
+      keys_map(arguments.k, problem.head_dim, arguments.batches[kBackwardK], panel);
+  params.v_tensor_map =
+      keys_map(arguments.v, problem.head_dim_v, arguments.batches[kBackwardV], panel_v);
   params.dk = arguments.dk;
   params.dv = arguments.dv;
   params.workspace = workspace;

@@ -87,7 +87,7 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
   params.output = output_params(
       plan.kernel, {problem.dtype, arguments.o, arguments.lse, problem.batch * num_splits,
                     problem.seqlen_q, problem.heads_kv * group, problem.head_dim_v,
-                    plan.pack_gqa ? group : 1, plan.tma_store, config.head_dim_v, config.block_m});
+                    plan.pack_gqa ? group : 1, false, config.head_dim_v, config.block_m});
   params.batch_map = arguments.batch_map;
   params.order = plan.order;
   params.rows_per_tile = plan.rows_per_tile;

@@ -78,7 +78,7 @@ CUtensorMap encode_tensor_map(const std::string& what, CUtensorMapDataType type,
   const CUresult status =
       encode_tiled()(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(base), sizes,
                      strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw DeviceError(what + ": TMA descriptor refused, CUresult " + std::to_string(status));
   }
@@ -109,7 +109,7 @@ OutputParams output_params(const std::string& what, const OutputArguments& argum
 }
 
 void launch_kernel(const std::string& name, const void* symbol, int grid, int num_threads,
-                   int smem_bytes, const void* params, cudaStream_t stream) {
+                   int smem_bytes, const void* params, cudaStream_t stream, LaunchOrder order) {
   const std::string what = "launching kernel " + name;
   constexpr int kTooManyBytes = 1 << 24;
   if (fail_next.exchange(false)) smem_bytes = kTooManyBytes;
@@ -125,6 +125,11 @@ void launch_kernel(const std::string& name, const void* symbol, int grid, int nu
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = order == LaunchOrder::waits_itself ? 1 : 0;
   void* arguments[] = {const_cast<void*>(params)};
   check(cudaLaunchKernelExC(&config, symbol, arguments), what);
 }

@@ -49,9 +49,16 @@ const void* symbol_of(const std::vector<Kernel>& kernels, const std::string& nam
   throw NotCovered("kernel " + name + " is not built into this installation");
 }
 
+enum class LaunchOrder {
+  after_previous,
+  waits_itself,  // may start under the kernel before (programmatic dependent launch), and waits for
+                 // its end before it touches global memory
+};
+
 // `params`: the kernel's only argument.
 void launch_kernel(const std::string& name, const void* symbol, int grid, int num_threads,
-                   int smem_bytes, const void* params, cudaStream_t stream);
+                   int smem_bytes, const void* params, cudaStream_t stream,
+                   LaunchOrder order = LaunchOrder::after_previous);
 
 template <typename Plan, typename Params>
 void launch(const Plan& plan, const void* symbol, const Params& params, cudaStream_t stream) {

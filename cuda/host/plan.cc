@@ -66,8 +66,16 @@ CombinePlan plan_combine(const CombineProblem& problem) {
   for (const int64_t count : {problem.batch, problem.heads, problem.seqlen}) {
     if (count > kInt32Max) throw NotCovered("batch, heads and queries are counted in 31 bits each");
   }
-  plan.seqlen_blocks = static_cast<int>(ceil_div(problem.seqlen, kCombineRowsPerWarp));
-  const int64_t num_tasks = problem.batch * problem.heads * plan.seqlen_blocks;
+  const auto tasks = [&](int queries) {
+    return problem.batch * problem.heads * ceil_div(problem.seqlen, queries);
+  };
+  // Many queries make the kernel memory-bound; few, as of decode, leave nothing but latency, which
+  // more warps with less work each shorten.
+  constexpr int64_t kWarpsAtOnce = 132 * kCombineBlocksPerSm * kCombineWarps;
+  const int few = combine_few_queries(plan.config.head_dim);
+  plan.queries_per_warp = tasks(few) <= kWarpsAtOnce ? few : kCombineRowsPerWarp;
+  plan.seqlen_blocks = static_cast<int>(ceil_div(problem.seqlen, plan.queries_per_warp));
+  const int64_t num_tasks = tasks(plan.queries_per_warp);
   if (num_tasks > kInt32Max) throw NotCovered("tasks of the combine are counted in 31 bits");
   plan.num_tasks = static_cast<int>(num_tasks);
   plan.grid = static_cast<int>(ceil_div(plan.num_tasks, kCombineWarps));

@@ -56,8 +56,9 @@ struct CombinePlan {
   CombineConfig config;
   std::string kernel;
   bool built;
-  int seqlen_blocks;  // tasks along the queries
-  int num_tasks;      // a task is kCombineRowsPerWarp queries of one head, done by one warp
+  int queries_per_warp;  // consecutive queries of one head: a task
+  int seqlen_blocks;     // tasks along the queries
+  int num_tasks;
   int grid;
   int num_threads;
   int smem_bytes;

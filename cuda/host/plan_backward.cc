@@ -88,8 +88,9 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   plan.q_slots = static_cast<int>(q_slots);
   plan.dq_accum_size = std::max<int64_t>(1, group * q_slots * config.block_m * config.head_dim);
   plan.statistics_size = std::max<int64_t>(1, group * q_slots * 2 * config.block_m);
-  // The tile counter, and with `deterministic` a turn per block.
-  plan.semaphore_size = 1 + (problem.deterministic ? group * q_slots : 0);
+  // The tile counter, and with `deterministic` the turns of each block.
+  plan.semaphore_size =
+      1 + (problem.deterministic ? group * q_slots * backward_turns_per_block(config) : 0);
   plan.num_tiles = k_slots * heads;
   const int64_t query_tiles = q_slots * heads * group;
   if (plan.num_tiles > kInt32Max / 2 || query_tiles > kInt32Max) {
@@ -98,18 +99,23 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   const int64_t bytes_per_head = std::max<int64_t>(
       1, group * problem.seqlen_q *
              (6 * problem.head_dim + size_bytes(problem.dtype) * problem.head_dim_v));
-  const int64_t section = bounded ? kL2BytesForQueries / bytes_per_head : 1;
+  plan.main.grid = static_cast<int>(std::min<int64_t>(plan.num_tiles, device.num_sms));
+  // Without bounds the tiles of a head visit the same blocks at the same time. One head at a time is
+  // best for L2; but tiles that add in order are one block behind one another, and only as many as
+  // come from different heads can start at once.
+  const int64_t section = bounded                 ? kL2BytesForQueries / bytes_per_head
+                          : problem.deterministic ? ceil_div<int64_t>(plan.main.grid, k_slots + 1)
+                                                  : 1;
   plan.order.row_blocks = static_cast<int>(k_slots);
   plan.order.heads = static_cast<int>(heads);
   plan.order.section_heads =
       static_cast<int>(std::max<int64_t>(1, std::min(std::max<int64_t>(1, section), heads)));
-  // With a causal mask the first keys are seen by the most queries. Ascending order is also what
-  // lets a tile wait for those before it.
-  plan.order.last_first = false;
-  plan.main.grid = static_cast<int>(std::min<int64_t>(plan.num_tiles, device.num_sms));
-  plan.dynamic =
-      plan.num_tiles > plan.main.grid &&
-      (bounded || problem.has_cu_seqlens || problem.has_seqused_q || problem.has_seqused_k);
+  // With a causal mask the first keys are seen by the most queries. Additions in order go from the
+  // last keys to the first (dq_turn.cuh), and so must the tiles.
+  plan.order.last_first = problem.deterministic;
+  plan.dynamic = plan.num_tiles > plan.main.grid &&
+                 (problem.deterministic || bounded || problem.has_cu_seqlens ||
+                  problem.has_seqused_q || problem.has_seqused_k);
   // Without a key or a query the kernels have nothing to add up, but dQ (dK and dV) are written.
   plan.preprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;
   plan.postprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;

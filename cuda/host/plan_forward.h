@@ -46,7 +46,6 @@ struct ForwardPlan {
   std::string schedule_kernel;  // packed: finds the sequences first; else empty
   bool built;
   bool pack_gqa;      // the heads of a group share a tile's rows
-  bool tma_store;     // otherwise O leaves through the predicated path, or from registers
   int num_splits;     // 0: final results
   int rows_per_tile;  // block_m, or with packed heads the whole groups in it
   int max_seqlen_q;   // no sequence counts for more

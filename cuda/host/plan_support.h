@@ -24,9 +24,9 @@ inline void check_head_dim(const char* argument, int64_t head_dim) {
           "multiples of 8 from 8 to 256");
 }
 
-// A side of a window; -1, which bounds nothing, where it reaches past the farthest position.
+// A side of a window; -1, which bounds nothing, where it reaches the farthest position.
 inline int clip_window(int64_t window, int64_t farthest) {
-  return window > farthest ? -1 : static_cast<int>(window);
+  return window >= farthest ? -1 : static_cast<int>(window);
 }
 
 }  // namespace fa

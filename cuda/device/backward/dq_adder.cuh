@@ -1,12 +1,11 @@
 // The adder of dQ: one warp that adds the consumers' blocks of dQ to the accumulator in global
 // memory, by bulk reductions from shared memory, a warpgroup's part at a time.
 //
-// With `turns` the tiles of a head add to a block in the order of their keys: the block's turn counts
-// the tiles that have added, and a tile adds when all before it have. Tiles are handed out in
-// ascending order of keys within a head, so that whoever is waited for is running or done.
+// With `turns` the tiles of a head add to a block one after the other: see dq_turn.cuh.
 #pragma once
 
 #include "cute/arch/copy_sm90_tma.hpp"
+#include "device/backward/dq_turn.cuh"
 #include "device/backward/traits.cuh"
 
 namespace fa {
@@ -73,18 +72,12 @@ class DqAdder {
     static_assert(Traits::kWarpgroups == 2);
   }
 
+  // All lanes poll, and the warp stays together: with one lane polling, apart from the others, the
+  // kernel did not always end.
   __device__ void wait_for_turn(const BackwardTile& tile, int block, int64_t workspace_block) {
-    if (!issues_) return;
-    const int before =
-        tile.key_begin / Traits::kBlockN -
-        first_visitor(tile.window, tile.keys.length, block, Traits::kBlockM, Traits::kBlockN);
-    int added;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                   : "=r"(added)
-                   : "l"(params_.turns + workspace_block)
-                   : "memory");
-    } while (added != before);
+    const int before = tiles_before(tile, block, Traits::kBlockM, Traits::kBlockN);
+    while (load_acquire(params_.turns + workspace_block) != before) {
+    }
     // The additions of this tile, by the asynchronous proxy, come after the turn's.
     asm volatile("fence.proxy.async.global;" ::: "memory");
   }
@@ -94,10 +87,7 @@ class DqAdder {
     if (!issues_) return;
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
     asm volatile("fence.proxy.async.global;" ::: "memory");
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;"
-                 :
-                 : "l"(params_.turns + workspace_block)
-                 : "memory");
+    increment_release(params_.turns + workspace_block);
   }
 
   const BackwardParams& params_;

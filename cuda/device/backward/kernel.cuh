@@ -1,15 +1,19 @@
 // The main kernel of the attention backward: dK, dV, and dQ added up in fp32. delta and LSE come
 // from the preprocess, which also zeroes the accumulator of dQ, and the postprocess rounds it.
 //
-// Persistent, one CTA per multiprocessor, warp-specialised: 2 consumer warpgroups of 64 keys each,
-// then a warpgroup of single warps, whose registers go to the others.
+// Persistent, one CTA per multiprocessor, warp-specialised: 2 consumer warpgroups, which split the keys
+// of the tile or, with wide heads, share them (BackwardConfig::wide); then a warpgroup of single warps,
+// whose registers go to the others.
 //
 //   scheduler  the next tile: a block of keys, the query blocks      tile.cuh, backward_maps.h
 //              that see it
 //   producers  TMA: Q and dO in rings; K and V per tile              producer.cuh
-//   consumers  five GEMMs on wgmma per query block                  mainloop.cuh, mask.cuh
+//   consumers  five GEMMs on wgmma per query block                  mainloop.cuh,
+//                                                                   mainloop_wide.cuh,
+//                                                                   consumer.cuh, mask.cuh
 //              dK, dV -> global at the tile's end                   key_gradients.cuh
-//   adder      dQ of each block, added in global memory             dq_adder.cuh
+//   adder      dQ of each block, added in global memory; with wide  dq_adder.cuh, dq_turn.cuh
+//              heads the consumers do it
 //
 // All heads of a group are one tile's work, so that dK and dV need no accumulator in memory and are
 // the same bits from run to run.
@@ -34,6 +38,7 @@
 #include "device/backward/dq_adder.cuh"
 #include "device/backward/key_gradients.cuh"
 #include "device/backward/mainloop.cuh"
+#include "device/backward/mainloop_wide.cuh"
 #include "device/backward/producer.cuh"
 
 namespace fa {
@@ -42,7 +47,8 @@ template <BackwardConfig kConfig>
 __device__ void backward_consumer(const BackwardParams& params,
                                   typename BackwardTraits<kConfig>::Smem& smem, int thread) {
   using Traits = BackwardTraits<kConfig>;
-  using Mainloop = BackwardMainloop<kConfig>;
+  using Mainloop =
+      std::conditional_t<Traits::kWide, WideMainloop<kConfig>, NarrowMainloop<kConfig>>;
   using NamedBarrier = cutlass::arch::NamedBarrier;
   Mainloop mainloop(params, smem, thread);
   BackwardTileSlots::Ring slot;
@@ -60,11 +66,18 @@ __device__ void backward_consumer(const BackwardParams& params,
     mainloop.run(tile, dk, dv);
     // What follows from it would spill if it were kept through the main loop.
     thread = opaque(thread);
-    gradients.template to_shared<Traits::kHeadDimV>(dv, 1.f, smem.v, thread);
-    // All consumer threads arrive and wait: no wgmma of the tile reads K any more.
+    // A warpgroup's own keys of V are read by itself only.
+    if constexpr (!Traits::kWide) {
+      gradients.template to_shared<Traits::kHeadDimV>(dv, 1.f, smem.v, thread);
+    }
+    // All consumer threads arrive and wait: no wgmma of the tile reads K, nor shared keys of V, any
+    // more.
     NamedBarrier::sync(Traits::kConsumerThreads, Traits::kKRead);
+    if constexpr (Traits::kWide) {
+      gradients.template to_shared<Traits::kHeadDimV>(dv, 1.f, smem.v, thread);
+    }
     gradients.template to_shared<Traits::kHeadDim>(dk, params.scale, smem.k, thread);
-    // The threads of a warpgroup arrive and wait: its rows of dK and dV are in shared memory.
+    // The threads of a warpgroup arrive and wait: its part of dK and dV is in shared memory.
     NamedBarrier::sync(kWarpgroupSize, Traits::kWarpgroupBarrier + thread / kWarpgroupSize);
     gradients.template to_global<Traits::kHeadDimV>(smem.v, params.dv, params.head_dim_v, thread);
     gradients.template to_global<Traits::kHeadDim>(smem.k, params.dk, params.head_dim, thread);
@@ -99,14 +112,16 @@ __global__ void __launch_bounds__(backward_num_threads(Row::kConfig), 1)
       Barrier::init(&smem.q_empty[stage], Traits::kConsumerWarps);
       Barrier::init(&smem.dout_empty[stage], Traits::kConsumerWarps);
     }
-    for (int w = 0; w < Traits::kWarpgroups; ++w) {
-      Barrier::init(&smem.dq_full[w], kWarpgroupSize / kWarpSize);
-      Barrier::init(&smem.dq_empty[w], 1);
+    if constexpr (!Traits::kWide) {
+      for (int w = 0; w < Traits::kWarpgroups; ++w) {
+        Barrier::init(&smem.dq_full[w], kWarpgroupSize / kWarpSize);
+        Barrier::init(&smem.dq_empty[w], 1);
+      }
     }
     Barrier::init(&smem.k_full, 1);
     Barrier::init(&smem.v_full, 1);
     Barrier::init(&smem.kv_empty, Traits::kConsumerWarps);
-    smem.tiles.initialise(Traits::kConsumerWarps + 3);
+    smem.tiles.initialise(Traits::kConsumerWarps + (Traits::kWide ? 2 : 3));
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -117,7 +132,7 @@ __global__ void __launch_bounds__(backward_num_threads(Row::kConfig), 1)
     if (warp == 0) {
       BackwardProducer<kConfig>(params, smem).run_queries();
     } else if (warp == 1) {
-      DqAdder<kConfig>(params, smem).run();
+      if constexpr (!Traits::kWide) DqAdder<kConfig>(params, smem).run();
     } else if (warp == 2 && cute::elect_one_sync()) {
       smem.tiles.template schedule<Traits::kBlockM, Traits::kBlockN>(params);
     } else if (warp == 3) {

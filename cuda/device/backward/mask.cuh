@@ -14,15 +14,15 @@ namespace fa {
 // rare.
 template <int kBlockN>
 struct QueryMask {
-  QueryRange queries[kBlockN];
+  QueryRange queries[kBackwardWarpgroups * kRowsPerWarpgroup];
 
-  // A warp writes and reads its own 16 keys only.
+  // A warp writes and reads its own 16 keys only, also where the warpgroups share the keys.
   __device__ void prepare(const BackwardTile& tile, int thread) {
     thread = opaque(thread);
     __syncwarp();
     const int row = thread / kWarpSize * 16 + thread % 16;
-    queries[row] =
-        visible_queries(tile.window, tile.queries.length, tile.keys.length, tile.key_begin + row);
+    queries[row] = visible_queries(tile.window, tile.queries.length, tile.keys.length,
+                                   tile.key_begin + row % kBlockN);
     __syncwarp();
   }
 

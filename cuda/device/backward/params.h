@@ -110,8 +110,9 @@ struct BackwardParams {
   TileOrder order;  // row blocks: slots of keys; heads: of keys, of all batch indices
   int num_tiles;
   int* tile_counter;  // null: CTA c takes tiles c, c + gridDim, ...; else 0 at the kernel's start
-  int* turns;         // (batch, head, slot), 0 at the kernel's start; null: dQ adds in any order
-  int heads_kv;       // per batch index
+  int* turns;  // (batch, head, slot, turn of the block), 0 at the kernel's start; null: dQ adds in
+               // any order
+  int heads_kv;  // per batch index
   int qhead_per_khead;
   int head_dim;
   int head_dim_v;

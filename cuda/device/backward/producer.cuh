@@ -23,7 +23,6 @@ class BackwardProducer {
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
   using Hint = cute::TMA::CacheHintSm90;
-  static constexpr int kPanelColumns = Traits::kPanelColumns;
 
  public:
   __device__ BackwardProducer(const BackwardParams& params, Smem& smem)
@@ -52,6 +51,7 @@ class BackwardProducer {
           statistics += 2 * Traits::kBlockM;
         }
       }
+      smem_.tiles.report_loaded(threadIdx.x);
       smem_.tiles.release(slot, threadIdx.x);
     }
   }
@@ -63,8 +63,10 @@ class BackwardProducer {
       if (!tile.more) return;
       if (!tile.blocks.empty()) {
         EmptyBarrier::wait(&smem_.kv_empty, tile.phase ^ 1);
-        load_keys(params_.k_tensor_map, smem_.k, &smem_.k_full, tile, kBackwardK);
-        load_keys(params_.v_tensor_map, smem_.v, &smem_.v_full, tile, kBackwardV);
+        load_keys<Traits::kPanelColumns>(params_.k_tensor_map, smem_.k, &smem_.k_full, tile,
+                                         kBackwardK);
+        load_keys<Traits::kPanelColumnsV>(params_.v_tensor_map, smem_.v, &smem_.v_full, tile,
+                                          kBackwardV);
       }
       smem_.tiles.release(slot, threadIdx.x);
     }
@@ -78,8 +80,8 @@ class BackwardProducer {
     uint64_t* const full = &smem_.q_full[ring.stage];
     constexpr int kStatisticsBytes = sizeof(smem_.statistics[0]);
     FullBarrier::arrive_and_expect_tx(full, sizeof(smem_.q[0]) + kStatisticsBytes);
-    load_panels(params_.q_tensor_map, smem_.q[ring.stage], full, group, query, tile.head_kv,
-                tile.operand_batch[kBackwardQ]);
+    load_panels<Traits::kPanelColumns>(params_.q_tensor_map, smem_.q[ring.stage], full, group,
+                                       query, tile.head_kv, tile.operand_batch[kBackwardQ]);
     cute::SM90_BULK_COPY_G2S::copy(statistics, full, smem_.statistics[ring.stage],
                                    kStatisticsBytes);
   }
@@ -89,11 +91,12 @@ class BackwardProducer {
     if (!issues_) return;
     uint64_t* const full = &smem_.dout_full[ring.stage];
     FullBarrier::arrive_and_expect_tx(full, sizeof(smem_.dout[0]));
-    load_panels(params_.dout_tensor_map, smem_.dout[ring.stage], full, group, query, tile.head_kv,
-                tile.operand_batch[kBackwardDout]);
+    load_panels<Traits::kPanelColumnsV>(params_.dout_tensor_map, smem_.dout[ring.stage], full,
+                                        group, query, tile.head_kv,
+                                        tile.operand_batch[kBackwardDout]);
   }
 
-  template <typename Element, int kElements>
+  template <int kPanelColumns, typename Element, int kElements>
   __device__ void load_panels(const CUtensorMap& tensor_map, Element (&stage)[kElements],
                               uint64_t* full, int group, int query, int head_kv, int batch) {
     constexpr int kPanelElements = Traits::kBlockM * kPanelColumns;
@@ -105,7 +108,7 @@ class BackwardProducer {
     }
   }
 
-  template <typename Element, int kElements>
+  template <int kPanelColumns, typename Element, int kElements>
   __device__ void load_keys(const CUtensorMap& tensor_map, Element (&target)[kElements],
                             uint64_t* full, const BackwardTile& tile, BackwardOperand operand) {
     constexpr int kPanelElements = Traits::kBlockN * kPanelColumns;

@@ -3,8 +3,10 @@
 //
 // One warp, the scheduler, finds them, reads the lengths and leaves what the others need in shared
 // memory, in a ring of two slots, so that it and the producer are one tile ahead of the consumers.
-// Tiles come through a counter on the device where they differ in length (the next CTA that is free
-// takes the next tile) and in fixed steps where they do not.
+// Tiles come through a counter on the device where they differ in length or wait for each other (the
+// next CTA that is free takes the next tile) and in fixed steps where they do not. From the counter
+// a tile is taken as late as the loads allow, when those of the tile before have all been issued: a
+// CTA that held a tile long before its time would keep others waiting for it.
 #pragma once
 
 #include <climits>
@@ -78,6 +80,7 @@ __device__ void find_tile(const BackwardParams& params, int index, BackwardTile&
 
 // `full[s]`: the scheduler arrives, 1; everybody else waits; slot s holds a tile.
 // `empty[s]`: one lane of each warp that reads arrives; the scheduler waits; the slot is free.
+// `loaded`: the producer of queries arrives, 1; the scheduler waits; the tile's loads are issued.
 struct BackwardTileSlots {
   using Ring = RingPosition<2>;
   using Barrier = cutlass::arch::ClusterBarrier;
@@ -85,12 +88,14 @@ struct BackwardTileSlots {
   BackwardTile tile[2];
   uint64_t full[2];
   uint64_t empty[2];
+  uint64_t loaded;
 
   __device__ void initialise(int num_readers) {
     for (int slot = 0; slot < 2; ++slot) {
       Barrier::init(&full[slot], 1);
       Barrier::init(&empty[slot], num_readers);
     }
+    Barrier::init(&loaded, 1);
   }
 
   __device__ const BackwardTile& take(const Ring& ring) {
@@ -104,10 +109,15 @@ struct BackwardTileSlots {
     ring.advance();
   }
 
+  __device__ void report_loaded(int thread) {
+    if (thread % kWarpSize == 0) Barrier::arrive(&loaded);
+  }
+
   template <int kBlockM, int kBlockN>
   __device__ void schedule(const BackwardParams& params) {
     Ring ring;
     uint32_t phase = 0;
+    uint32_t loaded_phase = 0;
     const int step = static_cast<int>(gridDim.x);
     for (int index = blockIdx.x;;) {
       Barrier::wait(&empty[ring.stage], ring.phase ^ 1);
@@ -121,8 +131,13 @@ struct BackwardTileSlots {
       Barrier::arrive(&full[ring.stage]);
       if (index >= params.num_tiles) return;
       ring.advance();
-      index =
-          params.tile_counter == nullptr ? index + step : step + atomicAdd(params.tile_counter, 1);
+      if (params.tile_counter == nullptr) {
+        index += step;
+        continue;
+      }
+      Barrier::wait(&loaded, loaded_phase);
+      loaded_phase ^= 1;
+      index = step + atomicAdd(params.tile_counter, 1);
     }
   }
 };

@@ -17,8 +17,9 @@ struct CombineParams {
   float* lse;                               // (batch, heads, seqlen)
   BatchMap<kNumCombineOperands> batch_map;  // strides in elements of the operand
   int64_t split_stride[kNumCombineOperands];
+  int queries_per_warp;
   int num_tasks;
-  cutlass::FastDivmod seqlen_blocks;  // ceil(seqlen / kCombineRowsPerWarp)
+  cutlass::FastDivmod seqlen_blocks;  // ceil(seqlen / queries_per_warp)
   cutlass::FastDivmod heads;
   int seqlen;
   int head_dim;

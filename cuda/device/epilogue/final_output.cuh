@@ -2,12 +2,12 @@
 //
 //   O[row, :] = round(acc[row, :])     acc normalised already, rows without keys 0
 //
-// Executed by all consumer warpgroups of a CTA (2 threads per row). Reads registers, borrows
-// kBlockM x kHeadDim 16-bit elements of shared memory, writes O and LSE once.
+// Executed by all threads of a CTA (2 per row). Reads registers, borrows kBlockM x kHeadDim 16-bit
+// elements of shared memory, writes O and LSE once.
 //
 //   all threads   meet | stmatrix -> smem | fence, arrive | LSE -> global |
-//   TMA path      last warp: wait | one lane: TMA store, wait until smem is read, signal O done
-//   predicated    wait | smem -> registers | fence, signal O done | 16-byte stores -> global
+//   TMA path      last warp: wait | one lane: TMA store, wait until smem is read
+//   predicated    wait | smem -> registers | 16-byte stores -> global
 //
 // Shared memory: panels of 64 (or 32, 16) columns, rows of one panel 128 (64, 32) bytes with TMA's
 // swizzle, so that neither stmatrix nor the 16-byte reads have bank conflicts.
@@ -16,7 +16,6 @@
 #include "cute/arch/copy_sm90.hpp"
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "device/epilogue/convert.cuh"
-#include "device/epilogue/o_done.cuh"
 #include "device/epilogue/output_tile.cuh"
 
 namespace fa {
@@ -31,15 +30,10 @@ struct FinalOutput {
   static constexpr int kMeeting = kBarrierId;
   static constexpr int kOInSmem = kBarrierId + 1;
 
-  static __device__ int num_signalling_threads(const OutputParams& params) {
-    return params.tma_store ? 1 : kNumThreads;
-  }
-
-  template <typename HandOver>
   static __device__ void store_o(const OutputParams& params, const OutputTile& tile,
                                  const float (&acc)[kHeadDim / 2], const float (&lse)[2],
-                                 char* smem, HandOver o_done, int thread) {
-    // All consumer threads arrive and wait: the memory that O borrows is no longer read by any.
+                                 char* smem, int thread) {
+    // All threads arrive and wait: the memory that O borrows is no longer read by any.
     cutlass::arch::NamedBarrier::sync(kNumThreads, kMeeting);
     registers_to_smem(acc, smem, thread);
     cutlass::arch::fence_view_async_shared();
@@ -50,16 +44,13 @@ struct FinalOutput {
       store_lse(params, tile, lse, thread);
       if (thread / kWarpSize == kNumThreads / kWarpSize - 1) {
         cutlass::arch::NamedBarrier::sync(kNumThreads + kWarpSize, kOInSmem);
-        if (cute::elect_one_sync()) {
-          tma_store(params, tile, smem);
-          o_done.signal();
-        }
+        if (cute::elect_one_sync()) tma_store(params, tile, smem);
       }
     } else {
       store_lse(params, tile, lse, thread);
-      // All consumer threads arrive and wait: O is in shared memory.
+      // All threads arrive and wait: O is in shared memory.
       cutlass::arch::NamedBarrier::sync(kNumThreads, kOInSmem);
-      smem_to_global(params, tile, smem, o_done, thread);
+      smem_to_global(params, tile, smem, thread);
     }
   }
 
@@ -124,9 +115,8 @@ struct FinalOutput {
   }
 
   // Eight (4, 2) threads per row of a panel; each reads all its vectors before the first store.
-  template <typename HandOver>
   static __device__ void smem_to_global(const OutputParams& params, const OutputTile& tile,
-                                        const char* smem, HandOver o_done, int thread) {
+                                        const char* smem, int thread) {
     constexpr int kThreadsPerRow = kPanelColumns / 8;
     constexpr int kRowsPerPass = kNumThreads / kThreadsPerRow;
     constexpr int kPasses = kBlockM / kRowsPerPass;
@@ -143,8 +133,6 @@ struct FinalOutput {
         vectors[pass][panel] = *reinterpret_cast<const uint4*>(source + panel * kPanelBytes);
       }
     }
-    cutlass::arch::fence_view_async_shared();
-    o_done.signal();
     // Thread p of a row's group divides for pass p; the group shares the pointers by shuffles.
     const uint64_t my_row = reinterpret_cast<uint64_t>(o_row<uint16_t>(
         params, tile, first_row + thread % kThreadsPerRow % kPasses * kRowsPerPass));

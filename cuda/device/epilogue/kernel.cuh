@@ -17,6 +17,7 @@
 //   smem   | acc: kBlockM padded rows of fp32; then O | scale, lse per row | barrier |
 #pragma once
 
+#include <climits>
 #include <type_traits>
 
 #include "cute/arch/copy_sm90_tma.hpp"
@@ -35,8 +36,7 @@ struct EpilogueKernelTraits {
   static constexpr int kFirstBarrierId = 1;
 
   using Output = std::conditional_t<
-      kConfig.out_dtype == DataType::f32,
-      PartialOutput<kHeadDim, kBlockM, kConfig.column_order, kFirstBarrierId>,
+      kConfig.out_dtype == DataType::f32, PartialOutput<kHeadDim, kBlockM, kConfig.column_order>,
       FinalOutput<kConfig.out_dtype, kHeadDim, kBlockM, kConfig.column_order, kFirstBarrierId>>;
 
   struct Smem {
@@ -47,28 +47,32 @@ struct EpilogueKernelTraits {
   };
 };
 
-// The sequence that holds `token`, as find_sequence. Collective over the warp: its first lane's is
-// looked for 32 offsets at a time, and only lanes with tokens outside it look for their own.
-__device__ inline int find_sequence_in_warp(const int32_t* cu_seqlens, int num_sequences,
-                                            int token) {
+// The sequence that holds `token`, as find_sequence, and its first token. Collective over the warp:
+// the first lane's is looked for 32 offsets at a time, so that with few sequences one load passes
+// before those of acc; only lanes with tokens outside it look for their own.
+__device__ inline int find_sequence_in_warp(const int32_t* cu_seqlens, int num_sequences, int token,
+                                            int& begin) {
   const int first_token = __shfl_sync(~0u, token, 0);
   const int lane = threadIdx.x % kWarpSize;
-  int low = 0;
-  int high = num_sequences + 1;
-  while (low < high) {
-    const int step = (high - low + kWarpSize - 1) / kWarpSize;
-    const int probe = low + lane * step;
-    const bool passes = probe < high && __ldg(cu_seqlens + probe) <= first_token;
-    const int passed = __popc(__ballot_sync(~0u, passes));
-    high = min(high, low + passed * step);
-    if (passed > 0) low += (passed - 1) * step + 1;
+  int low = 0;  // offsets that may be the sequence's first or last
+  int count = num_sequences + 1;
+  while (count > kWarpSize) {
+    const int step = ceil_div(count, kWarpSize);
+    const int probe = low + min(lane * step, count - 1);
+    const int passed = __popc(__ballot_sync(~0u, __ldg(cu_seqlens + probe) <= first_token));
+    const int skipped = min(max(passed - 1, 0) * step, count - 1);
+    low += skipped;
+    count = min(step + 1, count - skipped);
   }
-  const int sequence = low - 1;
-  if (sequence >= 0 && sequence < num_sequences && __ldg(cu_seqlens + sequence) <= token &&
-      token < __ldg(cu_seqlens + sequence + 1)) {
-    return sequence;
-  }
-  return find_sequence([&](int i) { return __ldg(cu_seqlens + i); }, num_sequences, token);
+  const int offset = lane < count ? __ldg(cu_seqlens + low + lane) : INT_MAX;
+  const int at = __popc(__ballot_sync(~0u, offset <= first_token)) - 1;
+  begin = __shfl_sync(~0u, offset, max(at, 0));
+  const int end = __shfl_sync(~0u, offset, min(at + 1, kWarpSize - 1));
+  if (at >= 0 && begin <= token && token < end && low + at < num_sequences) return low + at;
+  const int sequence =
+      find_sequence([&](int i) { return __ldg(cu_seqlens + i); }, num_sequences, token);
+  if (sequence >= 0) begin = __ldg(cu_seqlens + sequence);
+  return sequence;
 }
 
 // The row of acc, and of the statistics, that becomes row `row` of the tile; -1 if there is none.
@@ -81,9 +85,10 @@ __device__ inline int64_t source_row(const EpilogueParams& params, const OutputT
   if (params.cu_seqlens != nullptr) {
     const int32_t* const cu_seqlens =
         params.cu_seqlens + params.batch_map.offset(kCuSeqlens, tile.batch);
-    sequence = find_sequence_in_warp(cu_seqlens, params.sequences, token);
+    int begin;
+    sequence = find_sequence_in_warp(cu_seqlens, params.sequences, token, begin);
     if (sequence < 0 || sequence >= params.sequences) return -1;
-    token -= max(__ldg(cu_seqlens + sequence), 0);
+    token -= max(begin, 0);
   }
   int length = params.seqlen_acc;
   if (params.seqused != nullptr) {
@@ -180,7 +185,11 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
     acc[index] = statistics[index / 2 % 2].apply(pair.x);
     acc[index + 1] = statistics[index / 2 % 2].apply(pair.y);
   }
-  Output::store_o(params.output, tile, acc, lse, smem.acc, NoHandOver{}, thread);
+  if constexpr (size_bytes(kConfig.out_dtype) == 2) {
+    Output::store_o(params.output, tile, acc, lse, smem.acc, thread);
+  } else {
+    Output::store_o(params.output, tile, acc, lse, thread);
+  }
 }
 
 }  // namespace fa

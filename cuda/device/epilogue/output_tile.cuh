@@ -1,5 +1,5 @@
 // One tile of the output: which rows it has and where they go. Dense, packed GQA and varlen differ
-// only in these numbers, so both destinations (FinalOutput, PartialOutput) share this struct.
+// only in these numbers, so all destinations (FinalOutput, DirectOutput, PartialOutput) share this struct.
 #pragma once
 
 #include "device/epilogue/output_params.h"

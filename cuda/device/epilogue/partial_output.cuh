@@ -1,9 +1,6 @@
 // Partial output: one tile's fp32 accumulator -> fp32 O straight from registers, and LSE.
 //
-// Executed by all consumer warpgroups of a CTA (2 threads per row). Needs no shared memory, but
-// takes part in the hand-over like FinalOutput, so that the producer need not know which one runs.
-//
-//   all threads   meet | signal O done | LSE -> global | quad exchange | 16-byte stores -> global
+// Executed by each consumer warp on its own (2 threads per row), without shared memory and barriers.
 //
 // The quad exchange: of two neighbouring groups of 8 columns, a thread holds columns 2q, 2q+1 of
 // both. Even q give the second group's pair to q + 1 and get its first group's, after which even q
@@ -13,25 +10,17 @@
 //     after   q0: a0 a1 a2 a3     q1: b0 b1 b2 b3     q2: a4 a5 a6 a7     q3: b4 b5 b6 b7
 #pragma once
 
-#include "device/epilogue/o_done.cuh"
 #include "device/epilogue/output_tile.cuh"
 
 namespace fa {
 
-template <int kHeadDim, int kBlockM, ColumnOrder kOrder, int kBarrierId>
+template <int kHeadDim, int kBlockM, ColumnOrder kOrder>
 struct PartialOutput {
   static constexpr int kNumThreads = 2 * kBlockM;
-  static constexpr int kMeeting = kBarrierId;
 
-  static __device__ int num_signalling_threads(const OutputParams&) { return kNumThreads; }
-
-  template <typename HandOver>
   static __device__ void store_o(const OutputParams& params, const OutputTile& tile,
-                                 const float (&acc)[kHeadDim / 2], const float (&lse)[2], char*,
-                                 HandOver o_done, int thread) {
-    // All consumer threads arrive and wait: the memory under O done is no longer read by any.
-    cutlass::arch::NamedBarrier::sync(kNumThreads, kMeeting);
-    o_done.signal();
+                                 const float (&acc)[kHeadDim / 2], const float (&lse)[2],
+                                 int thread) {
     store_lse(params, tile, lse, thread);
     const int q = thread % 4;
 #pragma unroll

@@ -37,15 +37,17 @@ class ForwardMainloop {
   }
 
   // O of this thread's fragment, not normalised, and what normalises its two rows.
-  __device__ void run(const ForwardTile& tile, uint32_t q_phase, float (&o)[kCountO],
+  __device__ void run(const ForwardTile& tile, float (&o)[kCountO],
                       RowStatistics (&statistics)[2]) {
     using namespace cute;
     OnlineSoftmax softmax;
+    const int q_stage = uniform(static_cast<int>(tile.number % Traits::kQStages));
+    const uint32_t q_phase = tile.number / Traits::kQStages % 2;
     const auto thread_qk = typename Traits::MmaQKSlice{}.get_slice(0);
     const auto thread_pv = typename Traits::MmaPV{}.get_slice(0);
-    const auto s_q =
-        local_tile(make_tensor(make_smem_ptr(smem_.q), typename Traits::LayoutQ{}),
-                   Shape<_64, Int<Traits::kHeadDim>>{}, make_coord(uniform(warpgroup_), 0));
+    const auto s_q = local_tile(make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQ{}),
+                                Shape<_64, Int<Traits::kHeadDim>>{},
+                                make_coord(uniform(warpgroup_), 0, q_stage));
     const auto s_k = make_tensor(make_smem_ptr(smem_.k[0]), typename Traits::LayoutK{});
     const auto s_vt = make_tensor(make_smem_ptr(smem_.v[0]), typename Traits::LayoutVt{});
     const auto r_q = thread_qk.partition_fragment_A(s_q);
@@ -67,7 +69,6 @@ class ForwardMainloop {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
-    smem_.mask.prepare(params_, tile, threadIdx.x);
     KeyBlocks blocks = uniform(tile.blocks);
     blocks.full_begin = max(blocks.full_begin, blocks.begin);
     int block = blocks.end - 1;
@@ -85,14 +86,15 @@ class ForwardMainloop {
       convert(scores, p);
     };
 
-#pragma unroll
-    for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
-    FullBarrier::wait(&smem_.q_full, q_phase);
+    FullBarrier::wait(&smem_.q_full[q_stage], q_phase);
     wait_for_k(ring_);
     multiply_qk(ring_.stage);
+    smem_.mask.prepare(params_, tile, threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
     warpgroup_wait<0>();
     fence_registers(scores);
-    release(smem_.k_empty, ring_.stage);
+    release_k(q_stage, block == blocks.begin);
     ring_.advance();
     transform_and_mask();
     softmax.maximise(scores, params_.logit_unit_log2);
@@ -114,7 +116,7 @@ class ForwardMainloop {
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
-      release(smem_.k_empty, ring_.stage);
+      release_k(q_stage, block == blocks.begin);
       if constexpr (!kPlain) transform_and_mask();
       softmax.maximise(scores, params_.logit_unit_log2);
       large = softmax.has_large_logits();
@@ -153,7 +155,6 @@ class ForwardMainloop {
       second_half();
     }
 
-    if (threadIdx.x % kWarpSize == 0) EmptyBarrier::arrive(&smem_.q_empty);
     if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
     wait_for_v(v_position());
     multiply_pv(v_position().stage);
@@ -184,6 +185,12 @@ class ForwardMainloop {
   // One lane per warp: what the warp's wgmma read is free.
   __device__ void release(uint64_t* empty, int stage) const {
     if (threadIdx.x % kWarpSize == 0) EmptyBarrier::arrive(&empty[stage]);
+  }
+
+  // The same for K, and with the tile's last block for Q.
+  __device__ void release_k(int q_stage, bool last) const {
+    release(smem_.k_empty, ring_.stage);
+    if (last) release(smem_.q_empty, q_stage);
   }
 
   __device__ void wait_for_k(const Ring& position) const {
@@ -222,9 +229,8 @@ class ForwardMainloop {
   }
 
   static __device__ void rescale_o(float (&o)[kCountO], const float (&factor)[2]) {
-    // Where it stands between two GEMMs, it is skipped when no row of the warp has a new maximum,
-    // which is most of the time in long sequences.
-    if (Traits::kRescaleBeforeGemm && __all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
+    // Nearly always: what P is relative to rarely changes after the first block.
+    if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];
   }

@@ -3,10 +3,9 @@
 //
 //   per tile, key blocks from the last to the first:   K  Q  K' V  K'' V'  ...  V''
 //
-// K runs one block ahead of V, as the consumers issue Q K'^T before P V. K and Q of the next tile
-// are on their way while the consumers still finish this one; the first V waits for O done, since O
-// lies on V. K and V that other tiles read again stay in L2 (evict last); Q is read once (evict
-// first).
+// K runs one block ahead of V, as the consumers issue Q K'^T before P V. What the next tile needs
+// first is on its way while the consumers still finish this one. K and V that other tiles read again
+// stay in L2 (evict last); Q is read once (evict first).
 #pragma once
 
 #include "cute/arch/copy_sm90_desc.hpp"
@@ -21,6 +20,7 @@ class ForwardProducer {
   using Traits = ForwardTraits<kConfig>;
   using Smem = typename Traits::Smem;
   using Ring = typename Traits::Ring;
+  using QRing = typename Traits::QRing;
   using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
   using EmptyBarrier = cutlass::arch::ClusterBarrier;
   using Hint = cute::TMA::CacheHintSm90;
@@ -31,8 +31,8 @@ class ForwardProducer {
 
   __device__ void run() {
     Ring ring;  // the next block of K; V is one block behind
+    QRing q_ring;
     uint32_t tiles = 0;
-    uint32_t tile_phase = 0;
     while (true) {
       const ForwardTile& tile = smem_.tiles.get(tiles);
       if (tile.none()) break;
@@ -50,39 +50,38 @@ class ForwardProducer {
             ring.advance();
           }
           if (block == end - 1) {
-            EmptyBarrier::wait(&smem_.q_empty, tile_phase ^ 1);
-            load_q(tile);
+            load_q(tile, q_ring);
+            q_ring.advance();
             continue;
           }
           const bool last = block == end - 2;
-          if (last) smem_.o_done.wait(tile_phase ^ 1);
-          uint64_t* const full =
-              last && tile.tail_begin > 0 ? &smem_.v_tail : &smem_.v_full[v_ring.stage];
+          uint64_t* const full = last && tile.tail_begin > 0
+                                     ? &smem_.v_tail[tiles % kForwardTileSlots]
+                                     : &smem_.v_full[v_ring.stage];
           load_block<Traits::kPanelColumnsV>(params_.v_tensor_map, smem_.v[v_ring.stage], full,
                                              smem_.v_empty, v_ring, tile, block + 1, kV);
         }
-        tile_phase ^= 1;
       }
       smem_.tiles.release(tiles);
     }
-    // The last tile's O has left shared memory: nothing is on its way to this CTA when it ends.
-    smem_.o_done.wait(tile_phase ^ 1);
   }
 
  private:
   // With packed heads a row of the tile is one head of the group, and the box takes whole groups:
   // rows that hold none keep what they had, and nothing comes of them.
-  __device__ void load_q(const ForwardTile& tile) {
+  __device__ void load_q(const ForwardTile& tile, const QRing& ring) {
     constexpr int kPanelElements = Traits::kBlockM * Traits::kPanelColumns;
+    EmptyBarrier::wait(&smem_.q_empty[ring.stage], ring.phase ^ 1);
     if (!issues_) return;
+    uint64_t* const full = &smem_.q_full[ring.stage];
     FullBarrier::arrive_and_expect_tx(
-        &smem_.q_full, params_.rows_per_tile * Traits::kHeadDim * sizeof(smem_.q[0]));
+        full, params_.rows_per_tile * Traits::kHeadDim * sizeof(smem_.q[0][0]));
 #pragma unroll
     for (int panel = 0; panel < Traits::kHeadDim / Traits::kPanelColumns; ++panel) {
-      cute::SM90_TMA_LOAD_5D::copy(&params_.q_tensor_map, &smem_.q_full,
-                                   static_cast<uint64_t>(Hint::EVICT_FIRST),
-                                   smem_.q + panel * kPanelElements, panel * Traits::kPanelColumns,
-                                   tile.group, tile.query, tile.head_kv, tile.batch[kQ]);
+      cute::SM90_TMA_LOAD_5D::copy(
+          &params_.q_tensor_map, full, static_cast<uint64_t>(Hint::EVICT_FIRST),
+          smem_.q[ring.stage] + panel * kPanelElements, panel * Traits::kPanelColumns, tile.group,
+          tile.query, tile.head_kv, tile.batch[kQ]);
     }
   }
 

@@ -23,9 +23,9 @@ namespace fa {
 struct alignas(16) ForwardTile {
   KeyBlocks blocks;
   Window window;
-  int used_rows;     // rows before the end of the sequence; the others of the tile are empty
-  int tail_begin;    // first row of the last block whose V has to be zeroed; 0: none
-  uint32_t q_phase;  // parity of Q's barrier for this tile
+  int used_rows;    // rows before the end of the sequence; the others of the tile are empty
+  int tail_begin;   // first row of the last block whose V has to be zeroed; 0: none
+  uint32_t number;  // of the CTA's tiles that have keys; its place in the ring of Q
   OutputTile output;
   // Coordinates in the tensor maps; that of the first key is segment.key_begin.
   int batch[3];  // of q, k, v
@@ -80,7 +80,7 @@ struct SegmentWindow {
 };
 static_assert(sizeof(SegmentWindow) == kForwardWindowBytes);
 
-// Fills in tile `index`, all but its q_phase. Collective over the warp. `tile` is in shared memory
+// Fills in tile `index`, all but its number. Collective over the warp. `tile` is in shared memory
 // and all lanes write the same: the warp has so few registers that what one step finds must go
 // there before the next step begins. A __syncwarp separates the reads of a field from its writes.
 template <int kBlockN>
@@ -226,13 +226,13 @@ template <int kBlockN>
 __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue) {
   const bool elected = threadIdx.x % kWarpSize == 0;
   uint32_t count = 0;
-  uint32_t q_phase = 0;
+  uint32_t number = 0;
   int index = blockIdx.x;
   while (index < num_tiles(params)) {
     ForwardTile& tile = queue.at(count);
     if (count > 0) find_tile<kBlockN>(params, queue.window, index, tile);
-    tile.q_phase = q_phase;
-    q_phase ^= !tile.empty();
+    tile.number = number;
+    number += !tile.empty();
     queue.put(count, elected);
     // A tile is claimed when the one before the last is done: not earlier, so that no CTA holds a
     // long tile that another could begin (16k keys, causal: 8 % of the kernel's time).

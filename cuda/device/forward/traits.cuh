@@ -6,7 +6,7 @@
 
 #include "cutlass/arch/barrier.h"
 #include "cutlass/numeric_types.h"
-#include "device/epilogue/final_output.cuh"
+#include "device/epilogue/direct_output.cuh"
 #include "device/epilogue/partial_output.cuh"
 #include "device/forward/mask.cuh"
 #include "device/forward/params.h"
@@ -22,12 +22,14 @@ struct ForwardTraits {
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kStages = kConfig.stages;
+  static constexpr int kQStages = forward_q_stages(kConfig);
   static constexpr int kWarpgroups = forward_num_warpgroups(kConfig);
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupSize;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
   using Element =
       std::conditional_t<kConfig.dtype == DataType::bf16, cutlass::bfloat16_t, cutlass::half_t>;
   using Ring = RingPosition<kStages>;
+  using QRing = RingPosition<kQStages>;
 
   // Registers per thread after the producer has given its own away: 64K for all.
   static constexpr int kProducerRegisters = kWarpgroups == 1 ? 56 : kWarpgroups == 2 ? 24 : 32;
@@ -49,7 +51,8 @@ struct ForwardTraits {
   using MnMajorAtom = std::conditional_t<kColumns == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                          cute::GMMA::Layout_MN_SW64_Atom<Element>>;
   using LayoutQ = decltype(cute::tile_to_shape(
-      KMajorAtom<kPanelColumns>{}, cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>>{}));
+      KMajorAtom<kPanelColumns>{},
+      cute::Shape<cute::Int<kBlockM>, cute::Int<kHeadDim>, cute::Int<kQStages>>{}));
   using LayoutK = decltype(cute::tile_to_shape(
       KMajorAtom<kPanelColumns>{},
       cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
@@ -70,29 +73,24 @@ struct ForwardTraits {
                                  cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kBlockN>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
-  // Named barriers. kOutputBarriers, + 1: see the output. kTurn + w: warpgroup w - 1 arrives,
-  // warpgroup w waits, 256; w may issue its GEMMs.
-  static constexpr int kOutputBarriers = 0;
-  static constexpr int kTurn = 2;
+  // Named barriers kTurn + w: warpgroup w - 1 arrives, warpgroup w waits, 256; w may issue its GEMMs.
+  static constexpr int kTurn = 1;
 
-  using OutputType = std::conditional_t<
-      kConfig.output == Output::final,
-      FinalOutput<kConfig.dtype, kHeadDimV, kBlockM, ColumnOrder::plain, kOutputBarriers>,
-      PartialOutput<kHeadDimV, kBlockM, ColumnOrder::plain, kOutputBarriers>>;
+  using OutputType = std::conditional_t<kConfig.output == Output::final,
+                                        DirectOutput<kConfig.dtype, kHeadDimV, kBlockM>,
+                                        PartialOutput<kHeadDimV, kBlockM, ColumnOrder::plain>>;
 
   struct alignas(1024) Smem {
-    Element q[kBlockM * kHeadDim];
+    Element q[kQStages][kBlockM * kHeadDim];
     Element k[kStages][kBlockN * kHeadDim];
-    Element v[kStages][kBlockN * kHeadDimV];  // O on top of it
+    Element v[kStages][kBlockN * kHeadDimV];
     RowMask<kBlockM> mask;
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];
-    uint64_t q_full, q_empty;
-    uint64_t v_tail;
-    cutlass::arch::ClusterBarrier o_done;
+    uint64_t q_full[kQStages], q_empty[kQStages];
+    uint64_t v_tail[kForwardTileSlots];
     TileQueue tiles;
   };
-  static_assert(kBlockM <= kStages * kBlockN, "O does not fit into V's shared memory");
   static_assert(sizeof(Smem) == forward_smem_bytes(kConfig));
 };
 

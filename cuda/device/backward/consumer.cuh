@@ -1,0 +1,214 @@
+// What the main loops of both kinds of tile share: a thread's arithmetic on its elements of S^T and
+// dP^T, their way into shared memory, and zeros where an operand has rows that do not count.
+#pragma once
+
+#include "cute/arch/copy_sm90.hpp"
+#include "device/backward/traits.cuh"
+#include "device/epilogue/convert.cuh"
+#include "device/forward/softmax.cuh"
+
+namespace fa {
+
+// Volatile, so that the compiler keeps many of them in order instead of in registers.
+__device__ inline float log2_in_order(float x) {
+  float y;
+  asm volatile("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <BackwardConfig kConfig>
+class BackwardConsumer {
+ protected:
+  using Traits = BackwardTraits<kConfig>;
+  using Smem = typename Traits::Smem;
+  using Ring = typename Traits::Ring;
+  using Element = typename Traits::Element;
+  using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+  using EmptyBarrier = cutlass::arch::ClusterBarrier;
+  using NamedBarrier = cutlass::arch::NamedBarrier;
+  static constexpr DataType kType = kConfig.dtype;
+  static constexpr int kBlockM = Traits::kBlockM;
+  static constexpr int kBlockN = Traits::kBlockN;
+  static constexpr int kCountS = Traits::kScoreColumns / 2;
+
+  __device__ BackwardConsumer(const BackwardParams& params, Smem& smem, int thread)
+      : params_(params), smem_(smem), thread_(thread) {}
+
+  // One lane per warp: what the warp's wgmma read is free.
+  __device__ void release(uint64_t* empty, int stage) const {
+    if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&empty[stage]);
+  }
+
+  // The query blocks of a tile, those of each head of its group. What a block needs of the tile is
+  // read from shared memory each time: registers are scarce.
+  struct Walk {
+    int block;            // of the sequence
+    int workspace_block;  // its number in the workspace
+    int left;             // blocks, with this one
+
+    __device__ Walk(const BackwardTile& tile, int heads)
+        : block(tile.blocks.begin),
+          workspace_block(static_cast<int>(tile.query_block) + block),
+          left((tile.blocks.end - block) * heads) {}
+
+    // False: there is no next.
+    __device__ bool advance(const BackwardTile& tile, int q_slots) {
+      if (--left == 0) return false;
+      ++workspace_block;
+      if (++block == tile.blocks.end) {
+        block = tile.blocks.begin;
+        workspace_block += q_slots - (tile.blocks.end - block);
+      }
+      return true;
+    }
+  };
+
+  // ---- Rows that do not count ---------------------------------------------------------------------
+
+  // Zeroes rows [begin, end) of a tile of kRows rows. Every warpgroup does it for itself, so that
+  // none waits for another; all write the same zeros. The swizzle stays within a row.
+  template <int kRows, int kPanelColumns, int kElements>
+  __device__ void zero_rows(Element (&tile)[kElements], int begin, int end) const {
+    constexpr int kRowBytes = kPanelColumns * 2;
+    constexpr int kPanelBytes = kRows * kRowBytes;
+    FA_NO_UNROLL
+    for (int panel = 0; panel < kElements * 2; panel += kPanelBytes) {
+      FA_NO_UNROLL
+      for (int byte = max(begin, 0) * kRowBytes + thread_ % kWarpgroupSize * 16;
+           byte < min(end, kRows) * kRowBytes; byte += kWarpgroupSize * 16) {
+        *reinterpret_cast<uint4*>(reinterpret_cast<char*>(tile) + panel + byte) = uint4{0, 0, 0, 0};
+      }
+    }
+  }
+
+  // Past the sequence's end there may be anything, and 0 * NaN is NaN.
+  __device__ void zero_keys(const BackwardTile& tile) const {
+    const int valid_keys = tile.keys.length - tile.key_begin;
+    if (valid_keys >= kBlockN) return;
+    zero_rows<kBlockN, Traits::kPanelColumns>(smem_.k, valid_keys, kBlockN);
+    zero_rows<kBlockN, Traits::kPanelColumnsV>(smem_.v, valid_keys, kBlockN);
+    meet_warpgroup();
+  }
+
+  __device__ void zero_q(const BackwardTile& tile, int block, int stage) const {
+    if (cut(tile, block)) zero_queries<Traits::kPanelColumns>(smem_.q[stage], tile, block);
+  }
+
+  __device__ void zero_dout(const BackwardTile& tile, int block, int stage) const {
+    if (cut(tile, block)) zero_queries<Traits::kPanelColumnsV>(smem_.dout[stage], tile, block);
+  }
+
+  // ---- Arithmetic ---------------------------------------------------------------------------------
+
+  // S^T -> P^T. `lse`: of the first column's query.
+  __device__ void exponentiate(float (&scores)[kCountS], const float* lse) const {
+    if (params_.softcapped) {
+      // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
+      const float factor = 2.f * kLog2E * params_.tanh_factor;
+#pragma unroll
+      for (int i = 0; i < kCountS; ++i) {
+        scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
+      }
+    }
+    const float scale = params_.softcapped ? params_.softcap_log2 : params_.scale_log2;
+#pragma unroll
+    for (int g = 0; g < kCountS / 4; ++g) {
+      const float2 of_columns = statistics(lse, g);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* const s = scores + 4 * g + 2 * half;
+        s[0] = exp2_approx(fmaf(s[0], scale, -of_columns.x));
+        s[1] = exp2_approx(fmaf(s[1], scale, -of_columns.y));
+      }
+    }
+  }
+
+  // dP^T -> dS^T without the scale.
+  __device__ void multiply_ds(const float (&p)[kCountS], float (&dp)[kCountS],
+                              const float* lse) const {
+#pragma unroll
+    for (int g = 0; g < kCountS / 4; ++g) {
+      const float2 delta = statistics(lse + kBlockM, g);
+#pragma unroll
+      for (int i = 4 * g; i < 4 * g + 4; ++i) {
+        dp[i] = p[i] * (dp[i] - (i % 2 == 0 ? delta.x : delta.y));
+      }
+    }
+    if (params_.softcapped) {
+      // The derivative 1 - tanh^2, with the tanh that P came from: rare enough to find it again.
+      const float factor = 1.f / params_.softcap_log2;
+#pragma unroll
+      for (int g = 0; g < kCountS / 4; ++g) {
+        const float2 of_columns = statistics(lse, g);
+#pragma unroll
+        for (int i = 4 * g; i < 4 * g + 4; ++i) {
+          const float tanh =
+              (log2_in_order(p[i]) + (i % 2 == 0 ? of_columns.x : of_columns.y)) * factor;
+          dp[i] = p[i] == 0.f ? 0.f : dp[i] * fmaf(-tanh, tanh, 1.f);
+        }
+      }
+    }
+  }
+
+  static __device__ void convert(const float (&values)[kCountS], uint32_t (&packed)[kCountS / 2]) {
+#pragma unroll
+    for (int i = 0; i < kCountS / 2; ++i) {
+      packed[i] = pack<kType>(values[2 * i], values[2 * i + 1]);
+    }
+  }
+
+  // P^T or dS^T -> shared memory, turned: rows of queries, panels of 64 keys. One stmatrix stores
+  // 16 queries x 16 keys: lane l names query l % 8 + 8 (l / 16) and 8-key unit l / 8 % 2.
+  __device__ void store_turned(const uint32_t (&packed)[kCountS / 2], Element* target,
+                               int first_query) const {
+    const int thread = opaque(thread_);
+    const int lane = thread % kWarpSize;
+    const int query = lane % 8 + lane / 16 * 8;
+    const int key = (thread / kWarpSize * 16 + lane / 8 % 2 * 8) % kBlockN;
+    char* const at = reinterpret_cast<char*>(target) +
+                     output_offset_bytes(first_query + query, key, kBlockM, kBlockN);
+#pragma unroll
+    for (int i = 0; i < kCountS / 8; ++i) {
+      cute::SM90_U16x8_STSM_T::copy(
+          packed[4 * i], packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3],
+          *reinterpret_cast<cute::uint128_t*>(at + i * 16 * kSwizzledRowBytes));
+    }
+  }
+
+  const BackwardParams& params_;
+  Smem& smem_;
+  const int thread_;
+  Ring ring_;  // the block of Q and dO to be multiplied next
+
+ private:
+  static constexpr int kSwizzledRowBytes = 128;
+
+  // Are there queries in the block whose Q and dO do not count?
+  static __device__ bool cut(const BackwardTile& tile, int block) {
+    return block * kBlockM < tile.valid.begin || block * kBlockM + kBlockM > tile.valid.end;
+  }
+
+  template <int kPanelColumns, int kElements>
+  __device__ void zero_queries(Element (&queries)[kElements], const BackwardTile& tile,
+                               int block) const {
+    zero_rows<kBlockM, kPanelColumns>(queries, 0, tile.valid.begin - block * kBlockM);
+    if (tile.valid.end < block * kBlockM + kBlockM) {
+      zero_rows<kBlockM, kPanelColumns>(queries, tile.valid.end - block * kBlockM, kBlockM);
+    }
+    meet_warpgroup();
+  }
+
+  // The threads of the warpgroup arrive and wait: what they zeroed is there for wgmma.
+  __device__ void meet_warpgroup() const {
+    cutlass::arch::fence_view_async_shared();
+    NamedBarrier::sync(kWarpgroupSize,
+                       Traits::kWarpgroupBarrier + opaque(thread_) / kWarpgroupSize);
+  }
+
+  // Statistics of columns 8 g + 2 (lane % 4) and the next one.
+  __device__ float2 statistics(const float* of_block, int g) const {
+    return *reinterpret_cast<const float2*>(of_block + 8 * g + 2 * (thread_ % 4));
+  }
+};
+
+}  // namespace fa
