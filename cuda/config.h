@@ -110,9 +110,9 @@ inline constexpr int kForwardTileSlots = 2;
 inline constexpr int kForwardTileBytes = 112;
 inline constexpr int kForwardWindowBytes = 8 * kWarpSize + 8;
 
-// Full and empty barriers of K, V and Q per stage and of the tile slots; V's tail.
+// Full and empty barriers of K, V and Q per stage; of each tile slot full, empty and V's tail.
 constexpr int forward_barrier_bytes(const ForwardConfig& config, int q_stages) {
-  return 8 * (4 * config.stages + 2 * q_stages + 2 * kForwardTileSlots + 1);
+  return 8 * (4 * config.stages + 2 * q_stages + 3 * kForwardTileSlots);
 }
 
 // First and last key of each row.

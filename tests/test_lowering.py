@@ -513,19 +513,55 @@ def test_shard_map_over_one_axis_without_communication(name, topology):
     check_local(compiled(mapped, place(name, functools.partial(NamedSharding, mesh))), name)
 
 
-@EVERY
-def test_backward_without_communication(name, topology):
+@pytest.mark.parametrize(
+    ("name", "replicated"),
+    [*((name, False) for name in CASES), ("attention_seqused", True)],
+    ids=[*CASES, "replicated_cotangents"],
+)
+def test_backward_without_communication(name, replicated, topology):
     mesh = mesh_of(topology, AxisType.Auto)
     function, _, operands = CASES[name]
     num_floats = sum(dtype != I32 for _, dtype, _ in operands)
 
-    def pulled(*operands):
+    def pulled(cotangents, *operands):
         floats, descriptors = operands[:num_floats], operands[num_floats:]
         results, vjp = jax.vjp(lambda *floats: function(*floats, *descriptors), *floats)
-        return vjp(results)
+        return vjp(cotangents or results)
 
-    text = compiled(pulled, place(name, functools.partial(NamedSharding, mesh)))
-    assert not re.search(COLLECTIVES, text)
+    everywhere = NamedSharding(mesh, P())
+    cotangents = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+        jax.eval_shape(function, *shapes(name)) if replicated else (),
+    )
+    placed = place(name, functools.partial(NamedSharding, mesh))
+    text = compiled(pulled, [cotangents, *placed])
+    # By its number a device finds its part of what is replicated.
+    assert set(re.findall(COLLECTIVES, text)) <= ({"partition-id"} if replicated else set())
+
+
+@needs_kernels
+def test_ring_transfers_while_the_kernel_runs(topology):
+    """Keys and values leave before each kernel and arrive after it; nothing else is sent."""
+    mesh = topologies.make_mesh(topology, (2, 4), ("data", "seq"))
+    spec = P("data", "seq")
+    ring = jax.shard_map(
+        functools.partial(fa.ring_attention, axis_name="seq", causal=True, layout="zigzag"),
+        mesh=mesh,
+        in_specs=(spec,) * 3,
+        out_specs=spec,
+    )
+    placed = [
+        jax.ShapeDtypeStruct((2, 4 * M, heads, D), BF16, sharding=NamedSharding(mesh, spec))
+        for heads in (H * G, H, H)
+    ]
+    text = compiled(ring, placed)
+    assert set(re.findall(COLLECTIVES, text)) == {"collective-permute", "partition-id"}
+    names = re.findall(
+        r"^.*? (collective-permute-(?:start|done)|custom-call)\(", text, re.MULTILINE
+    )
+    step = ["collective-permute-start", "custom-call", "collective-permute-done"]
+    # The loop's body stands before the program: first step, and the last one without a transfer.
+    assert names == [*step, *step, "custom-call"]
 
 
 def test_shared_operands_are_not_padded_when_the_mapped_axis_is_sharded(topology):

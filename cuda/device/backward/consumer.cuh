@@ -10,7 +10,7 @@
 namespace fa {
 
 // Volatile, so that the compiler keeps many of them in order instead of in registers.
-__device__ inline float log2_approx(float x) {
+__device__ inline float log2_in_order(float x) {
   float y;
   asm volatile("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -143,7 +143,7 @@ class BackwardConsumer {
 #pragma unroll
         for (int i = 4 * g; i < 4 * g + 4; ++i) {
           const float tanh =
-              (log2_approx(p[i]) + (i % 2 == 0 ? of_columns.x : of_columns.y)) * factor;
+              (log2_in_order(p[i]) + (i % 2 == 0 ? of_columns.x : of_columns.y)) * factor;
           dp[i] = p[i] == 0.f ? 0.f : dp[i] * fmaf(-tanh, tanh, 1.f);
         }
       }

@@ -13,13 +13,13 @@
 //
 //   shared memory  | Q | Q of the next tile, where there is room | K stages | V stages | barriers |
 //
-// Barriers; s is a stage:
+// Barriers; s is a stage, t a tile's slot:
 //
 //   q_full[s], k_full[s], v_full[s]     the producer arrives, 1, with the bytes that TMA brings;
 //                                       the consumers wait; the stage is there
-//   v_tail                              the producer arrives, 1, instead of at v_full of the block in
+//   v_tail[t]                           the producer arrives, 1, instead of at v_full of the block in
 //                                       which a sequence ends; the cleaner waits, and arrives at
-//                                       v_full
+//                                       v_full; per slot, as the producer may be a tile ahead of it
 //   q_empty[s], k_empty[s], v_empty[s]  one lane of each consumer warp arrives when its wgmma has
 //                                       read; the producer waits; the stage is free
 //
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
       Barrier::init(&smem.q_full[stage], 1);
       Barrier::init(&smem.q_empty[stage], Traits::kConsumerWarps);
     }
-    Barrier::init(&smem.v_tail, 1);
+    for (uint64_t& tail : smem.v_tail) Barrier::init(&tail, 1);
     smem.tiles.initialise(Traits::kConsumerWarps + 2);
     cutlass::arch::fence_barrier_init();
   }

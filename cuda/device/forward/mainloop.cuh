@@ -229,8 +229,7 @@ class ForwardMainloop {
   }
 
   static __device__ void rescale_o(float (&o)[kCountO], const float (&factor)[2]) {
-    // Where it stands between two GEMMs, it is skipped when no row of the warp has a new maximum,
-    // which is most of the time in long sequences.
+    // Nearly always: what P is relative to rarely changes after the first block.
     if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];

@@ -55,8 +55,9 @@ class ForwardProducer {
             continue;
           }
           const bool last = block == end - 2;
-          uint64_t* const full =
-              last && tile.tail_begin > 0 ? &smem_.v_tail : &smem_.v_full[v_ring.stage];
+          uint64_t* const full = last && tile.tail_begin > 0
+                                     ? &smem_.v_tail[tiles % kForwardTileSlots]
+                                     : &smem_.v_full[v_ring.stage];
           load_block<Traits::kPanelColumnsV>(params_.v_tensor_map, smem_.v[v_ring.stage], full,
                                              smem_.v_empty, v_ring, tile, block + 1, kV);
         }

@@ -31,15 +31,16 @@ template <ForwardConfig kConfig>
 __device__ void run_tail_cleaner(typename ForwardTraits<kConfig>::Smem& smem) {
   using Traits = ForwardTraits<kConfig>;
   uint32_t tiles = 0;
-  int stage = 0;  // of the tile's first block
-  uint32_t phase = 0;
+  int stage = 0;        // of the tile's first block
+  uint32_t phases = 0;  // of the slots' barriers, a bit each
   while (true) {
     const ForwardTile& tile = smem.tiles.get(tiles);
     if (tile.none()) return;
     if (!tile.empty()) {
       if (tile.tail_begin > 0) {
-        cutlass::arch::ClusterTransactionBarrier::wait(&smem.v_tail, phase);
-        phase ^= 1;
+        const uint32_t slot = tiles % kForwardTileSlots;
+        cutlass::arch::ClusterTransactionBarrier::wait(&smem.v_tail[slot], phases >> slot & 1);
+        phases ^= 1u << slot;
         zero_tail<kConfig>(reinterpret_cast<char*>(smem.v[stage]), tile.tail_begin);
         cutlass::arch::fence_view_async_shared();
         __syncwarp();

@@ -88,7 +88,7 @@ struct ForwardTraits {
     uint64_t k_full[kStages], k_empty[kStages];
     uint64_t v_full[kStages], v_empty[kStages];
     uint64_t q_full[kQStages], q_empty[kQStages];
-    uint64_t v_tail;
+    uint64_t v_tail[kForwardTileSlots];
     TileQueue tiles;
   };
   static_assert(sizeof(Smem) == forward_smem_bytes(kConfig));
