@@ -257,6 +257,14 @@ def test_packed_forward_chooses_by_the_longest_sequence():
     assert packed(**wide)["kernel"] == packed()["kernel"], "bounds nothing"
 
 
+@pytest.mark.parametrize("group", [64, 65, 100, 128, 129, 192, 193])
+@pytest.mark.parametrize("num_splits", [0, -1, 3])
+def test_forward_without_queries_has_tiles_for_any_group(group, num_splits):
+    changes = {"qhead_per_khead": group, "num_splits": num_splits}
+    for plan in (forward(seqlen_q=0, **changes), packed(max_seqlen_q=0, **changes)):
+        assert plan["rows_per_tile"] >= (group if plan["pack_gqa"] else 1)
+
+
 def test_packed_forward_without_rows_is_no_launch():
     assert packed(seqlen_q=0)["grid"] == 0
     assert packed(batch=0)["grid"] == 0

@@ -175,7 +175,8 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   const int full_block_m = choose_kernel(problem, output, bounds, false).config.block_m;
   plan.pack_gqa = choose_packing(problem, bounds, full_block_m);
   const int64_t packed_heads = plan.pack_gqa ? group : 1;
-  const bool few_rows = bounds.seqlen_q * packed_heads <= kFewRows;
+  // A tile holds at least one query's packed heads, also where no sequence has a query.
+  const bool few_rows = std::max<int64_t>(bounds.seqlen_q, 1) * packed_heads <= kFewRows;
   const ForwardKernel* kernel = &choose_kernel(problem, output, bounds, few_rows);
   plan.num_splits = static_cast<int>(problem.num_splits);
   const auto rows_per_tile = [&] {
