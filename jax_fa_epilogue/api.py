@@ -160,7 +160,8 @@ def flash_attention(
       window_size: (left, right) in keys, -1 is unbounded. Query i sees key j where
         ``i + Sk - Sq - left <= j <= i + Sk - Sq + right`` (aligned bottom-right), both ends
         inclusive, with the lengths that `seqused_q` and `seqused_k` give.
-      softcap: c > 0 replaces a logit x by ``c * tanh(x / c)``; 0 is none.
+      softcap: c > 0 replaces a logit x by ``c * tanh(x / c)``; 0 is none. Kernels take up to 1024,
+        for gradients from 2**-8 on; beyond these the reference runs.
       seqused_q: int32 or int64 ``(B,)``, queries of each sequence that are used; later rows are
         empty.
       seqused_k: int32 or int64 ``(B,)``, keys of each sequence that are used; later ones have no

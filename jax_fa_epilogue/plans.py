@@ -17,6 +17,11 @@ from jax_fa_epilogue import _native, native, problem
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}  # as in the kernel table
 
+# The kernels' tanh has an absolute error of 1e-7, which the cap multiplies. The backward kernel
+# recovers tanh from P and LSE, whose rounding is divided by the cap.
+_MAX_SOFTCAP = 1024.0
+_MIN_SOFTCAP_BACKWARD = 2.0**-8
+
 
 def choose(
     name: str, implementation: str | None, plan: Callable[[], dict[str, Any]]
@@ -98,6 +103,8 @@ def attention(facts: problem.AttentionProblem, *, partial: bool = False) -> dict
     """
     if facts.dtype == np.float32:
         raise NotImplementedError("no attention kernel takes float32")
+    if facts.softcap > _MAX_SOFTCAP:
+        raise NotImplementedError(f"no attention kernel takes a softcap above {_MAX_SOFTCAP:g}")
     if not isinstance(facts.batch, int) and facts.varlen:
         raise NotImplementedError("no attention kernel for a symbolic number of sequences")
     if facts.varlen and not all(isinstance(n, int) for n in (facts.seqlen_q, facts.seqlen_k)):
@@ -143,6 +150,10 @@ def backward(facts: problem.AttentionProblem) -> dict[str, Any]:
     """The plan of the kernels for an attention call's gradient."""
     if facts.dtype == np.float32:
         raise NotImplementedError("no backward kernel takes float32")
+    if 0 < facts.softcap < _MIN_SOFTCAP_BACKWARD:
+        raise NotImplementedError(
+            f"no backward kernel takes a softcap below {_MIN_SOFTCAP_BACKWARD:g}"
+        )
     varlen = facts.varlen
     sizes = {
         "seqlen_q": facts.total_q if varlen else facts.seqlen_q,

@@ -169,6 +169,19 @@ def test_gradients_run_on_the_kernels(name):
 
 
 @needs_backward
+@pytest.mark.parametrize(
+    ("softcap", "forward", "backward"),
+    [(1024.0, True, True), (2.0**-8, True, True), (1025.0, False, False), (2.0**-9, True, False)],
+)
+def test_softcaps_that_the_kernels_do_not_resolve(softcap, forward, backward):
+    attend = functools.partial(fa.flash_attention, softcap=softcap)
+    text = lowered(jax.grad(lambda *x: attend(*x).astype(F32).sum()), qkv())
+    assert (native.FORWARD_TARGET in text, native.BACKWARD_TARGET in text) == (forward, backward)
+    plan = fa.plan(*qkv(), softcap=softcap)
+    assert (plan.runs_on_kernel, plan.gradient_runs_on_kernel) == (forward, backward)
+
+
+@needs_backward
 def test_deterministic_reaches_the_handler():
     for deterministic in (False, True):
         attend = functools.partial(fa.flash_attention, deterministic=deterministic)
