@@ -69,7 +69,8 @@ def ring_attention(
       q: ``(B, Sq, Hq, D)`` bfloat16, float16 or float32; D and Dv multiples of 8 up to 256.
       k: ``(B, Sk, Hk, D)``, dtype of q.
       v: ``(B, Sk, Hk, Dv)``, dtype of q.
-      axis_name: mesh axis (or a tuple of them) over which the sequence is spread, in its order.
+      axis_name: mesh axis over which the sequence is spread, in its order; or a tuple of axes, in
+        the mesh's order.
       causal: mask later keys; Sq and Sk have to be equal.
       layout: which tokens a device holds, for `causal`. "contiguous": the i-th block. "zigzag": the
         chunks i and 2P-1-i of 2P, in this order, as `to_zigzag` arranges a sequence; this
@@ -150,14 +151,14 @@ def to_zigzag(x: ArrayLike, num_shards: int, axis: int = 1) -> jax.Array:
     Args:
       x: an array with 2P chunks of equal length along `axis`.
       num_shards: P, devices over which the sequence is spread.
-      axis: of the tokens.
+      axis: of the tokens; 2 for lse.
 
     Returns:
       x with the chunks in the order 0, 2P-1, 1, 2P-2, ..., P-1, P.
 
     Raises:
-      ValueError: P below 1, or 2P does not divide the length.
-      TypeError: P is no static int.
+      ValueError: P below 1, no such axis, or 2P does not divide the length.
+      TypeError: P or the axis is no static int.
     """
     x = jnp.asarray(x)
     chunks = _chunks(x, num_shards, axis)
@@ -199,7 +200,8 @@ def decode_sharded(
       v_cache: ``(B, C, Hk, Dv)``, likewise.
       axis_name: mesh axis (or a tuple of them) over which the cache is spread.
       lengths: int32 or int64 ``(B,)``, tokens of each sequence in the whole cache, those of q
-        included; the same on all devices. Later ones have no influence even when they are NaN.
+        included; the same on all devices. Later ones have no influence even when they are NaN. What
+        does not fit the cache counts as 0 or as all of it.
       causal: query t sees the keys up to its own position, ``lengths - Sq + t``; otherwise all.
       softmax_scale: factor on ``q.k``; None is ``1 / sqrt(D)``.
       softcap: c > 0 replaces a logit x by ``c * tanh(x / c)``; 0 is none.
@@ -308,6 +310,8 @@ def _call(implementation: api.Implementation, facts: problem.AttentionProblem) -
 
 
 def _axis_size(axis_name: AxisName) -> int:
+    if isinstance(axis_name, tuple) and len(set(axis_name)) < max(len(axis_name), 1):
+        raise ValueError(f"axis_name={axis_name!r}; expected different names, at least one")
     try:
         return lax.axis_size(axis_name)
     except NameError:
@@ -428,7 +432,7 @@ def _per_row(x: jax.Array) -> jax.Array:
 def _chunks(x: jax.Array, num_shards: int, axis: int) -> jax.Array:
     """The 2P chunks of an array along an axis, as a new first axis."""
     num_chunks = 2 * static.integer("num_shards", num_shards, 1)
-    length = x.shape[axis]
+    length = x.shape[static.integer("axis", axis, -x.ndim, x.ndim - 1)]
     if isinstance(length, int) and length % num_chunks:
         raise ValueError(
             f"x has {length} tokens along axis {axis}; num_shards={num_shards} needs a multiple of "

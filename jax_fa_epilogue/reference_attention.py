@@ -34,6 +34,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_fa_epilogue.varying import match_varying
+
 _BLOCK_Q = 128
 _BLOCK_K = 256
 
@@ -110,6 +112,9 @@ def _forward(
 ) -> tuple[jax.Array, jax.Array]:
     tiles_q, tiles_k = _sides(options, sequences)
     total_q, width = q.shape[-2], v.shape[-1]
+    # Zeros, whatever v holds, that make lse depend on v: under a vmap over v alone, jax.custom_vjp
+    # would count the cotangent of a result without the mapped axis once per index.
+    of_v = v[..., :0, :0].astype(jnp.float32).sum(axis=(-2, -1))[..., None, None]
     q, k, v = tiles_q.pad(q), tiles_k.pad(k), tiles_k.pad(v)
 
     def query_tile(position: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -143,7 +148,8 @@ def _forward(
         return out.astype(options.out_dtype), lse[..., None]
 
     out, lse = lax.map(query_tile, tiles_q.positions())
-    return tiles_q.rows(out, total_q), tiles_q.rows(lse, total_q, fill=-jnp.inf)[..., 0]
+    out, lse = tiles_q.rows(out, total_q), tiles_q.rows(lse, total_q, fill=-jnp.inf)[..., 0]
+    return _as_varying(out, q), _as_varying(lse + of_v, q)
 
 
 def _forward_rule(
@@ -348,7 +354,7 @@ class _Side:
         length = _at(self.used, sequence)
         length = length.reshape(length.shape + (1,) * (x.ndim - length.ndim))
         inside = row + jnp.arange(self.block, dtype=jnp.int32)[:, None] < length
-        return jnp.where(inside, tile.astype(jnp.float32), 0.0)
+        return _as_varying(jnp.where(inside, tile.astype(jnp.float32), 0.0), tile)
 
     def rows(self, tiles: jax.Array, total: Any, fill: float = 0.0) -> jax.Array:
         """Lay tiles (num_tiles, ..., block, D) out as the buffer's rows (..., total, D)."""
@@ -462,7 +468,12 @@ def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 def _zeros(x: jax.Array) -> jax.Array:
     """Return zeros (..., 1), varying and sharded as x (..., n), as a loop's state has to be."""
     zero = jnp.zeros((), jnp.float32)
-    return jnp.where(jnp.isnan(x[..., :1]), zero, zero)
+    return _as_varying(jnp.where(jnp.isnan(x[..., :1]), zero, zero), x)
+
+
+def _as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return x as it is, but varying as `like`, which jnp.where forgets of empty arrays."""
+    return match_varying((x, like))[0]
 
 
 def _at(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -334,6 +334,24 @@ def test_wrong_calls_of_ring_attention(keywords, length_k, message, mesh):
         jax.eval_shape(mapped, q, k, v)
 
 
+@pytest.mark.parametrize("names", [("seq", "seq"), ()])
+@pytest.mark.parametrize("function", ["ring_attention", "decode_sharded"])
+def test_names_of_axes_are_different(function, names):
+    q, k, v, *_ = operands(22)
+    more = {"lengths": np.array([1, 2])} if function == "decode_sharded" else {}
+    with pytest.raises(ValueError, match=r"axis_name=.*; expected different names, at least one"):
+        getattr(fa, function)(q, k, v, axis_name=names, **more)
+
+
+def test_no_sequences(small_mesh):
+    """Of empty arrays, too, it is known over which axes they vary."""
+    q, k, v, *_ = (x[:0] for x in operands(23))
+    out, lse = jax.jit(spread(small_mesh, **CAUSAL))(q, k, v)
+    assert out.shape == (*q.shape[:3], v.shape[3]) and lse.size == 0
+    gradients = jax.grad(lambda *x: spread(small_mesh, **CAUSAL)(*x)[0].sum(), (0, 1, 2))(q, k, v)
+    assert [g.shape for g in gradients] == [q.shape, k.shape, v.shape]
+
+
 @pytest.mark.parametrize("function", ["ring_attention", "decode_sharded"])
 def test_outside_shard_map_there_is_no_axis(function):
     q, k, v, *_ = operands(22)
@@ -384,6 +402,10 @@ def test_wrong_calls_of_zigzag():
         fa.from_zigzag(np.zeros(12), 0, axis=0)
     with pytest.raises(TypeError, match="num_shards is float; expected a static int"):
         fa.to_zigzag(np.zeros(12), 2.0, axis=0)
+    with pytest.raises(ValueError, match="axis=1; allowed are"):
+        fa.to_zigzag(np.zeros(12), 2)
+    with pytest.raises(TypeError, match="axis is float; expected a static int"):
+        fa.to_zigzag(np.zeros(12), 2, axis=0.0)
 
 
 # ---- A sharded cache ----------------------------------------------------------------------------

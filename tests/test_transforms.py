@@ -168,6 +168,22 @@ def test_gradient_of_vmap_sums_over_the_mapped_axis(operation):
     assert_equal(actual, (each[0], *(g.sum(0) for g in each[1:])))
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize("name", ["flash_attention", "flash_attention_partials"])
+def test_gradient_through_lse_of_vmap_over_values_alone(name, implementation):
+    """jax.custom_vjp counts a cotangent once per index where the result is not mapped."""
+    more = {"num_splits": 2} if name == "flash_attention_partials" else {"return_lse": True}
+    q, k, *v = (jax.random.normal(jax.random.key(i), (1, 5, 2, 8)) for i in range(5))
+
+    def lse(q, k, v):
+        return jnp.sin(getattr(fa, name)(q, k, v, **more, implementation=implementation)[1]).sum()
+
+    mapped = jax.vmap(lse, (None, None, 0))
+    actual = jax.jit(jax.grad(lambda q, k: mapped(q, k, jnp.stack(v)).sum(), (0, 1)))(q, k)
+    each = jax.jit(jax.grad(lse, (0, 1)))(q, k, v[0])
+    assert_equal(actual, tuple(len(v) * g for g in each))
+
+
 @SOME
 def test_jacrev(operation):
     operands = operation.operands()
