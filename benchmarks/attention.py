@@ -11,12 +11,11 @@ plot can be drawn elsewhere from the JSON: `--plot attention.png --from attentio
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import command_line
 import jax
 import jax.numpy as jnp
 import timing
@@ -70,13 +69,14 @@ def measure(head_dim, seqlen, causal, rounds):
     }
 
 
-def draw(points, path):
+def draw(result, path):
     """TFLOP/s over sequence length: a chart per head dimension and mask."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    points = result["points"]
     head_dims = sorted({point["head_dim"] for point in points})
     figure, axes = plt.subplots(
         2, len(head_dims), figsize=(4 * len(head_dims), 7), layout="constrained", squeeze=False
@@ -99,33 +99,25 @@ def draw(points, path):
 
 def main():
     """Measure, write, draw, as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--plot", help="draw the result here (needs matplotlib)")
-    parser.add_argument("--from", dest="source", help="draw this JSON instead of measuring")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line.parser(__doc__, rounds=7)
     parser.add_argument("--seqlens", type=int, nargs="+", default=SEQLENS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
     arguments = parser.parse_args()
-    if arguments.source:
-        with open(arguments.source) as file:
-            result = json.load(file)
-    else:
-        result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "points": []}
+
+    def measure_all():
+        points = []
         for head_dim in arguments.head_dims:
             for causal in (False, True):
                 for seqlen in arguments.seqlens:
                     point = measure(head_dim, seqlen, causal, arguments.rounds)
-                    result["points"].append(point)
+                    points.append(point)
                     speeds = "  ".join(f"{k} {v:4.0f}" for k, v in point["tflop_per_s"].items())
                     ratios = "  ".join(f"x{v:.3f} {k}" for k, v in point["speedup"].items())
                     mask = "causal" if causal else "full"
                     print(f"D {head_dim:3} S {seqlen:5} {mask:6}  {speeds}  {ratios}", flush=True)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(result, file, indent=1)
-    if arguments.plot:
-        draw(result["points"], arguments.plot)
+        return {"points": points}
+
+    command_line.run(arguments, measure_all, draw)
 
 
 if __name__ == "__main__":

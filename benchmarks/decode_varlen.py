@@ -14,13 +14,12 @@ device time and, for JAX's programs, by the wall (timing.py).
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,7 +184,7 @@ def packed(head_dim, causal, rounds):
     return row("packed", name, work / 1e12, "TFLOP/s", seconds)
 
 
-def draw(rows, path):
+def draw(result, path):
     """Bars of device speed, a chart per kind."""
     import matplotlib
 
@@ -194,7 +193,7 @@ def draw(rows, path):
 
     figure, axes = plt.subplots(1, 2, figsize=(14, 5), layout="constrained")
     for ax, kind in zip(axes, ("decode", "packed"), strict=True):
-        chosen = [r for r in rows if r["kind"] == kind]
+        chosen = [r for r in result["rows"] if r["kind"] == kind]
         contenders = list(dict.fromkeys(k for r in chosen for k in r["device"]["speed"]))
         width = 0.8 / max(len(contenders), 1)
         for i, contender in enumerate(contenders):
@@ -210,17 +209,11 @@ def draw(rows, path):
 
 def main():
     """Measure, write, draw, as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--plot", help="draw the result here (needs matplotlib)")
-    parser.add_argument("--from", dest="source", help="draw this JSON instead of measuring")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = command_line.parser(__doc__, rounds=7)
     parser.add_argument("--only", choices=("decode", "packed"))
     arguments = parser.parse_args()
-    if arguments.source:
-        with open(arguments.source) as file:
-            result = json.load(file)
-    else:
+
+    def measure():
         rows = []
         if arguments.only != "packed":
             rows += [decode(*shape, arguments.rounds) for shape in DECODE]
@@ -230,12 +223,9 @@ def main():
                 for head_dim in (64, 128)
                 for causal in (False, True)
             ]
-        result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(result, file, indent=1)
-    if arguments.plot:
-        draw(result["rows"], arguments.plot)
+        return {"rows": rows}
+
+    command_line.run(arguments, measure, draw)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ result.json`.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import command_line
 import jax
 import jax.numpy as jnp
 import timing
@@ -293,27 +292,19 @@ def draw(result, path):
 
 def main():
     """Measure, write, draw, as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--plot", help="draw the result here (needs matplotlib)")
-    parser.add_argument("--from", dest="source", help="draw this JSON instead of measuring")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser = command_line.parser(__doc__, rounds=11)
     parser.add_argument("--only", choices=("epilogue", "combine"))
     arguments = parser.parse_args()
-    if arguments.source:
-        with open(arguments.source) as file:
-            result = json.load(file)
-    else:
-        result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": []}
+
+    def measure():
+        rows = []
         if arguments.only != "combine":
-            measure_epilogue(result["rows"], arguments.rounds)
+            measure_epilogue(rows, arguments.rounds)
         if arguments.only != "epilogue":
-            measure_combine(result["rows"], arguments.rounds)
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(result, file, indent=1)
-    if arguments.plot:
-        draw(result, arguments.plot)
+            measure_combine(rows, arguments.rounds)
+        return {"rows": rows}
+
+    command_line.run(arguments, measure, draw)
 
 
 if __name__ == "__main__":
