@@ -146,17 +146,19 @@ FA_HOST_DEVICE constexpr SlotPosition slot_position(const int32_t* cu_seqlens, i
 
 // ---- The accumulator of dQ ----------------------------------------------------------------------
 
-// How the warpgroups share a block of dQ: by rows of 64 queries, by columns, or, where the rows are
-// no multiple of 64, transposed and by columns.
-enum class DqSplit { rows, columns, transposed };
+// How the warpgroups share a block of dQ: by rows of 64 queries, by columns, by rows and, the
+// warpgroups of a CTA having half of the columns, by columns; or, where the rows are no multiple of
+// 64, transposed and by columns.
+enum class DqSplit { rows, columns, rows_and_columns, transposed };
 
 FA_HOST_DEVICE constexpr DqSplit dq_split(int block_m, int warpgroups) {
-  return block_m == 64 * warpgroups ? DqSplit::rows
-         : block_m == 64            ? DqSplit::columns
-                                    : DqSplit::transposed;
+  return block_m == 64 * warpgroups       ? DqSplit::rows
+         : block_m == 64                  ? DqSplit::columns
+         : 2 * block_m == 64 * warpgroups ? DqSplit::rows_and_columns
+                                          : DqSplit::transposed;
 }
 
-// Row and column of register `index` of consumer thread `thread`.
+// Row and column of register `index` of consumer thread `thread`, with a cluster of all its CTAs.
 FA_HOST_DEVICE constexpr TileCoordinate dq_coordinate(int thread, int index, int block_m,
                                                       int head_dim, int warpgroups) {
   const int warpgroup = thread / 128;
@@ -166,6 +168,10 @@ FA_HOST_DEVICE constexpr TileCoordinate dq_coordinate(int thread, int index, int
       return {at.row + 64 * warpgroup, at.column};
     case DqSplit::columns:
       return {at.row, at.column + head_dim / warpgroups * warpgroup};
+    case DqSplit::rows_and_columns: {
+      const int rows = warpgroups / 2;
+      return {at.row + 64 * (warpgroup % rows), at.column + head_dim / 2 * (warpgroup / rows)};
+    }
     default: {
       // A warpgroup holds head_dim / (64 * warpgroups) slices of 64 columns, one after the other.
       const int slice = index / (block_m / 2);

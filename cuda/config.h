@@ -148,6 +148,10 @@ constexpr int forward_num_threads(const ForwardConfig& config) {
 
 // ---- Backward ------------------------------------------------------------------------------------
 
+// CTAs that share a tile, a cluster: they add up dQ before it goes to global memory, and twice as many
+// keys halve the additions there.
+constexpr int backward_ctas(int head_dim) { return head_dim > 128 ? 2 : 1; }
+
 struct BackwardConfig {
   DataType dtype;
   int head_dim;    // columns of Q, K, dQ, dK in the tile; the call's may be fewer
@@ -156,15 +160,22 @@ struct BackwardConfig {
   int block_n;     // keys of a tile
   int stages;      // of the rings of Q and dO
 
-  // dK and dV of wide heads do not fit into the registers that own 64 keys: the warpgroups share a
-  // tile of 64 keys and split its queries and columns. Otherwise they split its keys.
-  constexpr bool wide() const { return block_n == kRowsPerWarpgroup; }
+  // dK and dV of wide heads do not fit into the registers that own 64 keys: the warpgroups share 64
+  // keys and split queries and columns, and a tile is the work of two CTAs. Otherwise the warpgroups
+  // split the tile's keys.
+  constexpr bool wide() const { return backward_ctas(head_dim) > 1; }
+  constexpr int keys_per_cta() const { return block_n / backward_ctas(head_dim); }
   bool operator==(const BackwardConfig&) const = default;
 };
 
-inline constexpr int kBackwardWarpgroups = 2;
+inline constexpr int kBackwardWarpgroups = 2;  // of a CTA
 
 inline constexpr int kBackwardTileBytes = 104;  // what a tile consists of
+
+// Warpgroups that share a block of dQ.
+constexpr int backward_dq_warpgroups(int head_dim) {
+  return backward_ctas(head_dim) * kBackwardWarpgroups;
+}
 
 // Columns of a panel of an operand in shared memory: panels end where a warpgroup's share does.
 constexpr int backward_panel_columns(const BackwardConfig& config, int head_dim) {
@@ -174,21 +185,25 @@ constexpr int backward_panel_columns(const BackwardConfig& config, int head_dim)
 // Counters that order the additions to a block of dQ: one where a single warp adds the block, one
 // per warp where each adds the rows it holds.
 constexpr int backward_turns_per_block(const BackwardConfig& config) {
-  return config.wide() ? kBackwardWarpgroups * kWarpgroupSize / kWarpSize : 1;
+  return config.wide() ? backward_dq_warpgroups(config.head_dim) * (kWarpgroupSize / kWarpSize) : 1;
 }
 
 // Full and empty barriers of Q and dO per stage, of the two tiles, of K and V (empty together), of
-// dQ per warpgroup where it goes through shared memory; the tile that is loaded; the tiles.
+// dQ per warpgroup where it goes through shared memory, otherwise of dS and of the other CTA's dS and
+// K; the tile that is loaded, the next tile's number and its barriers; the tiles.
 constexpr int backward_barrier_bytes(const BackwardConfig& config) {
-  const int dq_barriers = config.wide() ? 0 : 2 * kBackwardWarpgroups;
-  return 8 * (4 * config.stages + dq_barriers + 4 + 3 + 1) + 2 * kBackwardTileBytes;
+  const int dq_barriers = config.wide() ? 4 : 2 * kBackwardWarpgroups;
+  return 8 * (4 * config.stages + dq_barriers + 4 + 3 + 1 + 3) + 2 * kBackwardTileBytes;
 }
 
 constexpr int backward_smem_bytes(const BackwardConfig& config) {
-  const int kv_bytes = config.block_n * (config.head_dim + config.head_dim_v) * 2;
+  const int keys = config.keys_per_cta();
+  // With a cluster also the other CTA's K, the columns of this one's dQ.
+  const int kv_bytes =
+      keys * (config.head_dim + config.head_dim_v + (config.wide() ? config.head_dim / 2 : 0)) * 2;
   const int stage_bytes = config.block_m * (config.head_dim + config.head_dim_v) * 2;
-  // dS in two stages, or P and dS.
-  const int ds_bytes = 2 * config.block_m * config.block_n * 2;
+  // dS in two stages, or P, dS and the other CTA's dS.
+  const int ds_bytes = (config.wide() ? 3 : 2) * config.block_m * keys * 2;
   const int dq_bytes = config.wide() ? 0 : config.block_m * config.head_dim * 4;
   // LSE and delta of each query of a stage, the queries that see each warpgroup's keys.
   const int statistics_bytes = config.stages * config.block_m * 8;

@@ -10,7 +10,7 @@ void launch_part(const BackwardLaunch& part, const Kernels& kernels, const Param
                  cudaStream_t stream) {
   if (part.grid == 0) return;
   launch_kernel(part.kernel, symbol_of(kernels, part.kernel), part.grid, part.num_threads,
-                part.smem_bytes, &params, stream);
+                part.smem_bytes, &params, stream, LaunchOrder::after_previous, part.cluster);
 }
 
 }  // namespace
@@ -87,7 +87,7 @@ void launch_backward(const BackwardArguments& arguments, cudaStream_t stream) {
     return tensor_map<4>(plan.main.kernel, type, kBytes, base,
                          {head_dim, problem.seqlen_k, problem.heads_kv, batches},
                          {key_stride, head_dim, problem.seqlen_k * key_stride},
-                         {panel, config.block_n, 1, 1}, kBytes * panel);
+                         {panel, config.keys_per_cta(), 1, 1}, kBytes * panel);
   };
   const int panel = backward_panel_columns(config, config.head_dim);
   const int panel_v = backward_panel_columns(config, config.head_dim_v);

@@ -109,7 +109,8 @@ OutputParams output_params(const std::string& what, const OutputArguments& argum
 }
 
 void launch_kernel(const std::string& name, const void* symbol, int grid, int num_threads,
-                   int smem_bytes, const void* params, cudaStream_t stream, LaunchOrder order) {
+                   int smem_bytes, const void* params, cudaStream_t stream, LaunchOrder order,
+                   int cluster) {
   const std::string what = "launching kernel " + name;
   constexpr int kTooManyBytes = 1 << 24;
   if (fail_next.exchange(false)) smem_bytes = kTooManyBytes;
@@ -125,11 +126,18 @@ void launch_kernel(const std::string& name, const void* symbol, int grid, int nu
   config.blockDim = dim3(static_cast<unsigned>(num_threads));
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = order == LaunchOrder::waits_itself ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (order == LaunchOrder::waits_itself) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   void* arguments[] = {const_cast<void*>(params)};
   check(cudaLaunchKernelExC(&config, symbol, arguments), what);
 }

@@ -55,10 +55,10 @@ enum class LaunchOrder {
                  // its end before it touches global memory
 };
 
-// `params`: the kernel's only argument.
+// `params`: the kernel's only argument. `cluster`: CTAs of one, of which the grid is a multiple.
 void launch_kernel(const std::string& name, const void* symbol, int grid, int num_threads,
                    int smem_bytes, const void* params, cudaStream_t stream,
-                   LaunchOrder order = LaunchOrder::after_previous);
+                   LaunchOrder order = LaunchOrder::after_previous, int cluster = 1);
 
 template <typename Plan, typename Params>
 void launch(const Plan& plan, const void* symbol, const Params& params, cudaStream_t stream) {

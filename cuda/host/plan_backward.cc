@@ -70,8 +70,13 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   const BackwardKernel& kernel = choose_kernel(problem, bounded);
   const BackwardConfig& config = kernel.config;
   plan.config = config;
-  plan.main = {kernel.name, kernel.symbol != nullptr, 0, backward_num_threads(config),
-               backward_smem_bytes(config)};
+  const int ctas = backward_ctas(config.head_dim);
+  plan.main = {kernel.name,
+               kernel.symbol != nullptr,
+               0,
+               backward_num_threads(config),
+               backward_smem_bytes(config),
+               ctas};
   plan.preprocess = matching(preprocess_kernels(), PreprocessConfig{config.dtype});
   plan.preprocess.num_threads = kPreprocessThreads;
   const PostprocessConfig postprocess{config.dtype, config.head_dim, config.block_m};
@@ -99,12 +104,14 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   const int64_t bytes_per_head = std::max<int64_t>(
       1, group * problem.seqlen_q *
              (6 * problem.head_dim + size_bytes(problem.dtype) * problem.head_dim_v));
-  plan.main.grid = static_cast<int>(std::min<int64_t>(plan.num_tiles, device.num_sms));
+  // CTAs, or clusters, that take tiles.
+  const int64_t takers = std::min<int64_t>(plan.num_tiles, device.num_sms / ctas);
+  plan.main.grid = static_cast<int>(takers * ctas);
   // Without bounds the tiles of a head visit the same blocks at the same time. One head at a time is
   // best for L2; but tiles that add in order are one block behind one another, and only as many as
   // come from different heads can start at once.
   const int64_t section = bounded                 ? kL2BytesForQueries / bytes_per_head
-                          : problem.deterministic ? ceil_div<int64_t>(plan.main.grid, k_slots + 1)
+                          : problem.deterministic ? ceil_div<int64_t>(takers, k_slots + 1)
                                                   : 1;
   plan.order.row_blocks = static_cast<int>(k_slots);
   plan.order.heads = static_cast<int>(heads);
@@ -113,9 +120,9 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   // With a causal mask the first keys are seen by the most queries. Additions in order go from the
   // last keys to the first (dq_turn.cuh), and so must the tiles.
   plan.order.last_first = problem.deterministic;
-  plan.dynamic = plan.num_tiles > plan.main.grid &&
-                 (problem.deterministic || bounded || problem.has_cu_seqlens ||
-                  problem.has_seqused_q || problem.has_seqused_k);
+  plan.dynamic =
+      plan.num_tiles > takers && (problem.deterministic || bounded || problem.has_cu_seqlens ||
+                                  problem.has_seqused_q || problem.has_seqused_k);
   // Without a key or a query the kernels have nothing to add up, but dQ (dK and dV) are written.
   plan.preprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;
   plan.postprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;

@@ -34,6 +34,7 @@ struct BackwardLaunch {
   int grid;  // 0: nothing to do, no launch
   int num_threads;
   int smem_bytes;
+  int cluster = 1;  // CTAs of one; the grid is a multiple
 };
 
 struct BackwardPlan {

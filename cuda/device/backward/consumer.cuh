@@ -84,7 +84,13 @@ class BackwardConsumer {
   // Past the sequence's end there may be anything, and 0 * NaN is NaN.
   __device__ void zero_keys(const BackwardTile& tile) const {
     const int valid_keys = tile.keys.length - tile.key_begin;
-    if (valid_keys >= kBlockN) return;
+    if constexpr (Traits::kWide) {
+      const int peer_valid_keys = tile.keys.length - (tile.key_begin ^ kBlockN);
+      if (min(valid_keys, peer_valid_keys) >= kBlockN) return;
+      zero_rows<kBlockN, Traits::kPanelColumns>(smem_.peer_k, peer_valid_keys, kBlockN);
+    } else {
+      if (valid_keys >= kBlockN) return;
+    }
     zero_rows<kBlockN, Traits::kPanelColumns>(smem_.k, valid_keys, kBlockN);
     zero_rows<kBlockN, Traits::kPanelColumnsV>(smem_.v, valid_keys, kBlockN);
     meet_warpgroup();

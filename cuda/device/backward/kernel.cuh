@@ -36,6 +36,7 @@
 
 #include "cutlass/arch/reg_reconfig.h"
 #include "device/backward/dq_adder.cuh"
+#include "device/backward/ds_exchange.cuh"
 #include "device/backward/key_gradients.cuh"
 #include "device/backward/mainloop.cuh"
 #include "device/backward/mainloop_wide.cuh"
@@ -112,7 +113,12 @@ __global__ void __launch_bounds__(backward_num_threads(Row::kConfig), 1)
       Barrier::init(&smem.q_empty[stage], Traits::kConsumerWarps);
       Barrier::init(&smem.dout_empty[stage], Traits::kConsumerWarps);
     }
-    if constexpr (!Traits::kWide) {
+    if constexpr (Traits::kWide) {
+      Barrier::init(&smem.peer_k_full, 1);
+      Barrier::init(&smem.ds_full, Traits::kConsumerWarps);
+      Barrier::init(&smem.ds_taken, Traits::kConsumerWarps);
+      Barrier::init(&smem.peer_ds_full, 1);
+    } else {
       for (int w = 0; w < Traits::kWarpgroups; ++w) {
         Barrier::init(&smem.dq_full[w], kWarpgroupSize / kWarpSize);
         Barrier::init(&smem.dq_empty[w], 1);
@@ -121,10 +127,15 @@ __global__ void __launch_bounds__(backward_num_threads(Row::kConfig), 1)
     Barrier::init(&smem.k_full, 1);
     Barrier::init(&smem.v_full, 1);
     Barrier::init(&smem.kv_empty, Traits::kConsumerWarps);
-    smem.tiles.initialise(Traits::kConsumerWarps + (Traits::kWide ? 2 : 3));
+    smem.tiles.initialise(Traits::kConsumerWarps + 3);
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (Traits::kCtas > 1) {
+    // All threads of the cluster arrive and wait: the barriers of both CTAs are initialised.
+    meet_cluster();
+  } else {
+    __syncthreads();
+  }
 
   if (warpgroup == Traits::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<Traits::kProducerRegisters>();
@@ -132,9 +143,13 @@ __global__ void __launch_bounds__(backward_num_threads(Row::kConfig), 1)
     if (warp == 0) {
       BackwardProducer<kConfig>(params, smem).run_queries();
     } else if (warp == 1) {
-      if constexpr (!Traits::kWide) DqAdder<kConfig>(params, smem).run();
+      if constexpr (Traits::kWide) {
+        DsExchange<kConfig>(params, smem).run();
+      } else {
+        DqAdder<kConfig>(params, smem).run();
+      }
     } else if (warp == 2 && cute::elect_one_sync()) {
-      smem.tiles.template schedule<Traits::kBlockM, Traits::kBlockN>(params);
+      smem.tiles.template schedule<Traits::kBlockM, Traits::kTileKeys, Traits::kCtas>(params);
     } else if (warp == 3) {
       BackwardProducer<kConfig>(params, smem).run_keys();
     }
@@ -142,6 +157,8 @@ __global__ void __launch_bounds__(backward_num_threads(Row::kConfig), 1)
     cutlass::arch::warpgroup_reg_alloc<Traits::kConsumerRegisters>();
     backward_consumer<kConfig>(params, smem, threadIdx.x);
   }
+  // All threads of the cluster arrive and wait: no CTA uses the other one's shared memory any more.
+  if constexpr (Traits::kCtas > 1) meet_cluster();
 }
 
 }  // namespace fa

@@ -1,13 +1,16 @@
-// The main loop of one consumer warpgroup for wide heads: 64 keys, shared with the other warpgroup,
-// against the query blocks of every head of the group. Of a block of 128 queries each warpgroup has
-// S^T, dP^T and dQ of 64 queries, and dK and dV of half of the columns; P and dS pass through shared
-// memory, since dK and dV need all queries.
+// The main loop of one consumer warpgroup for wide heads: the CTA's 64 keys of the tile, shared with
+// the other warpgroup, against the query blocks of every head of the group. Of a block each warpgroup
+// has S^T and dP^T of half of the queries, and dK and dV of half of the columns; P and dS pass through
+// shared memory, since dK and dV need all queries.
 //
 //   S^T = K Q^T   P = 2^(S - LSE)   dP^T = V dO^T   dS = P * (dP - delta)
 //   dK += dS^T Q   dV += P^T dO   dQ = dS K, added in global memory
 //
-//   tensor cores    | S^T    | dP^T  |       | dK | half of dQ | dV     | half of dQ | S^T'
-//   this warpgroup  | dQ out | P     | dS    |                 | dQ out |            | dQ out
+// dQ is summed over the keys of both CTAs of the cluster: each has half of its columns, and gets the
+// other one's dS (ds_exchange.cuh), which is on its way under dK and dV.
+//
+//   tensor cores    | S^T    | dP^T  |       | dK | dQ, own keys | dV | dQ, the others' | S^T'
+//   this warpgroup  | dQ out | P     | dS    |                                          | dQ out
 //
 // There is one stage of Q and of dO. Q is free after dK, and the next block's loads have the time of
 // dQ and dV; dO is free after dV and has the time of dQ and S^T. dQ goes from registers to global
@@ -31,13 +34,15 @@ class WideMainloop : BackwardConsumer<kConfig> {
   using Base::smem_;
   using Base::thread_;
   using typename Base::Element;
+  using typename Base::EmptyBarrier;
   using typename Base::FullBarrier;
   using typename Base::NamedBarrier;
   using typename Base::Ring;
   using typename Base::Smem;
   using typename Base::Traits;
-  static constexpr int kSlices = Traits::kDqSlices;
-  static constexpr int kCountDq = Traits::kDqColumns / 2;
+  static constexpr int kQueries = Traits::kScoreColumns;  // of S^T and dP^T
+  static constexpr bool kDqTransposed = Traits::kDqTransposed;
+  static constexpr int kCountDq = kDqTransposed ? kBlockM / 2 : Traits::kDqColumns / 2;
 
  public:
   static constexpr int kCountDk = Traits::kShare / 2;
@@ -50,18 +55,19 @@ class WideMainloop : BackwardConsumer<kConfig> {
   __device__ void run(const BackwardTile& tile, float (&dk)[kCountDk], float (&dv)[kCountDv]) {
     using namespace cute;
     const int warpgroup = cutlass::canonical_warp_group_idx();
-    const int first_query = kRowsPerWarpgroup * warpgroup;  // of the warpgroup, in a block
+    const int first_query = kQueries * warpgroup;  // of the warpgroup, in a block
+    const int rank = cluster_rank();
     const auto thread_scores = typename Traits::MmaScores{}.get_slice(0);
     const auto thread_dp = typename Traits::MmaDp{}.get_slice(0);
     const auto thread_dv = typename Traits::MmaDv{}.get_slice(0);
     const auto thread_dk = typename Traits::MmaDk{}.get_slice(0);
     const auto thread_dq = typename Traits::MmaDq{}.get_slice(0);
-    // Descriptors: the warpgroup's queries of a K-major tile, `kColumns` columns from a multiple of
-    // them on of an MN-major one.
-    const auto queries_of = [&](auto layout, Element* memory) {
+    // Descriptors: a number of queries of a K-major tile, of columns of an MN-major one, from a
+    // multiple of the number on.
+    const auto queries_of = [&](auto queries, auto layout, Element* memory, int index) {
       constexpr int kDepth = decltype(size<1>(layout))::value;
       return local_tile(make_tensor(make_smem_ptr(memory), layout)(_, _, _0{}),
-                        Shape<_64, Int<kDepth>>{}, make_coord(warpgroup, 0));
+                        Shape<decltype(queries), Int<kDepth>>{}, make_coord(index, 0));
     };
     const auto columns_of = [&](auto columns, auto layout, Element* memory, int index) {
       constexpr int kDepth = decltype(size<1>(layout))::value;
@@ -71,15 +77,15 @@ class WideMainloop : BackwardConsumer<kConfig> {
     const auto multiply_scores = [&](float(&scores)[kCountS]) {
       const auto r_k = thread_scores.partition_fragment_A(
           make_tensor(make_smem_ptr(smem_.k), typename Traits::LayoutK{})(_, _, _0{}));
-      const auto r_q =
-          thread_scores.partition_fragment_B(queries_of(typename Traits::LayoutQ{}, smem_.q[0]));
+      const auto r_q = thread_scores.partition_fragment_B(
+          queries_of(Int<kQueries>{}, typename Traits::LayoutQ{}, smem_.q[0], warpgroup));
       issue_gemm_ss<kType>(r_k, r_q, scores);
     };
     const auto multiply_dp = [&](float(&dp)[kCountS]) {
       const auto r_v = thread_dp.partition_fragment_A(
           make_tensor(make_smem_ptr(smem_.v), typename Traits::LayoutV{})(_, _, _0{}));
-      const auto r_dout =
-          thread_dp.partition_fragment_B(queries_of(typename Traits::LayoutDout{}, smem_.dout[0]));
+      const auto r_dout = thread_dp.partition_fragment_B(
+          queries_of(Int<kQueries>{}, typename Traits::LayoutDout{}, smem_.dout[0], warpgroup));
       issue_gemm_ss<kType>(r_v, r_dout, dp);
     };
     const auto multiply_dv = [&] {
@@ -96,12 +102,30 @@ class WideMainloop : BackwardConsumer<kConfig> {
           columns_of(Int<Traits::kShare>{}, typename Traits::LayoutQt{}, smem_.q[0], warpgroup));
       issue_gemm_ss<kType, true, true, true>(r_ds, r_q, dk);
     };
-    const auto multiply_dq = [&](int slice, float(&dq)[kCountDq]) {
-      const auto r_ds =
-          thread_dq.partition_fragment_A(queries_of(typename Traits::LayoutDs{}, smem_.ds));
-      const auto r_k = thread_dq.partition_fragment_B(
-          columns_of(Int<Traits::kDqColumns>{}, typename Traits::LayoutKt{}, smem_.k, slice));
-      issue_gemm_ss<kType, false, true>(r_ds, r_k, dq);
+    // dQ = or += dS K, for `layout` of K^T and the warpgroup's columns, number `index` in it.
+    const auto multiply_dq = [&](auto accumulate, Element* ds, auto layout, Element* k, int index,
+                                 float(&dq)[kCountDq]) {
+      constexpr bool kAccumulate = decltype(accumulate)::value;
+      const auto columns = columns_of(Int<Traits::kDqColumns>{}, layout, k, index);
+      if constexpr (kDqTransposed) {
+        const auto r_k = thread_dq.partition_fragment_A(columns);
+        const auto r_ds = thread_dq.partition_fragment_B(
+            queries_of(Int<kBlockM>{}, typename Traits::LayoutDs{}, ds, 0));
+        issue_gemm_ss<kType, true, false, kAccumulate>(r_k, r_ds, dq);
+      } else {
+        const auto r_ds = thread_dq.partition_fragment_A(
+            queries_of(_64{}, typename Traits::LayoutDs{}, ds, warpgroup));
+        const auto r_k = thread_dq.partition_fragment_B(columns);
+        issue_gemm_ss<kType, false, true, kAccumulate>(r_ds, r_k, dq);
+      }
+    };
+    const auto multiply_own_dq = [&](float(&dq)[kCountDq]) {
+      multiply_dq(false_type{}, smem_.ds, typename Traits::LayoutKt{}, smem_.k,
+                  kDqTransposed ? 2 * rank + warpgroup : rank, dq);
+    };
+    const auto multiply_peer_dq = [&](float(&dq)[kCountDq]) {
+      multiply_dq(true_type{}, smem_.peer_ds, typename Traits::LayoutPeerKt{}, smem_.peer_k,
+                  kDqTransposed ? warpgroup : 0, dq);
     };
 
     smem_.mask.prepare(tile, thread_);
@@ -111,13 +135,14 @@ class WideMainloop : BackwardConsumer<kConfig> {
     for (int i = 0; i < kCountDv; ++i) dv[i] = 0.f;
     float scores[kCountS];  // S^T, then P^T
     float dp[kCountS];      // dP^T, then dS^T
-    float dq[kSlices][kCountDq];
+    float dq[kCountDq];
     uint32_t packed[kCountS / 2];
-    const RegisterDqAdder<kConfig> adder(params_, thread_);
+    const RegisterDqAdder<kConfig> adder(params_, thread_ + rank * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
 
     FullBarrier::wait(&smem_.k_full, tile.phase);
     FullBarrier::wait(&smem_.v_full, tile.phase);
+    FullBarrier::wait(&smem_.peer_k_full, tile.phase);
     this->zero_keys(tile);
     FullBarrier::wait(&smem_.q_full[0], ring_.phase);
     this->zero_q(tile, walk.block, 0);
@@ -143,28 +168,28 @@ class WideMainloop : BackwardConsumer<kConfig> {
       fence_registers(dp);
       this->multiply_ds(scores, dp, lse);
       this->convert(dp, packed);
+      // The other CTA has multiplied the block before's dS.
+      wait_for_peer(&smem_.ds_taken, ring_.phase ^ 1);
       this->store_turned(packed, smem_.ds, first_query);
       cutlass::arch::fence_view_async_shared();
+      __syncwarp();
+      if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.ds_full);
       // All consumer threads arrive and wait: P and dS of the block are in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
       multiply_dk();
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) multiply_dq(slice, dq[slice]);
+      multiply_own_dq(dq);
       multiply_dv();
 
-      warpgroup_wait<1 + kSlices>();
+      warpgroup_wait<2>();
       fence_registers(dk);
       this->release(smem_.q_empty, 0);
-      const int added = walk.workspace_block;
-      if (adder.ordered()) adder.wait_for_turn(tile, walk.block, added);
-      add_slice<kSlices>(adder, dq[0], 0, added);
-      if constexpr (kSlices == 2) add_slice<1>(adder, dq[1], 1, added);
-      warpgroup_wait<0>();
+      FullBarrier::wait(&smem_.peer_ds_full, ring_.phase);
+      multiply_peer_dq(dq);
+      warpgroup_wait<1>();
       fence_registers(dv);
       this->release(smem_.dout_empty, 0);
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice) multiply_dq(kSlices + slice, dq[slice]);
-      if constexpr (kSlices == 2) add_slice<1>(adder, dq[0], 2, added);
+      const int block = walk.block;
+      const int added = walk.workspace_block;
       ring_.advance();
       const bool more = walk.advance(tile, params_.workspace.q_slots);
       if (more) {
@@ -173,23 +198,16 @@ class WideMainloop : BackwardConsumer<kConfig> {
       }
       // Also past the last block, to no purpose: under a condition it would serialise all the GEMMs.
       multiply_scores(scores);
-      add_slice<1>(adder, dq[kSlices - 1], 2 * kSlices - 1, added);
+      warpgroup_wait<1>();
+      fence_registers(dq);
+      if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
+      if (adder.ordered()) adder.wait_for_turn(tile, block, added);
+      adder.add(dq, 0, added);
       warpgroup_wait<0>();
       fence_registers(scores);
       if (adder.ordered()) adder.pass_turn(added);
       if (!more) return;
     }
-  }
-
- private:
-  // A slice of dQ of the warpgroup's queries, in the order of dq_offset, when no more than kYounger
-  // GEMMs are in flight, those issued after it.
-  template <int kYounger>
-  __device__ static void add_slice(const RegisterDqAdder<kConfig>& adder, float (&dq)[kCountDq],
-                                   int slice, int workspace_block) {
-    cute::warpgroup_wait<kYounger>();
-    fence_registers(dq);
-    adder.add(dq, slice * kCountDq, workspace_block);
   }
 };
 

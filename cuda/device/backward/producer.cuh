@@ -64,9 +64,14 @@ class BackwardProducer {
       if (!tile.blocks.empty()) {
         EmptyBarrier::wait(&smem_.kv_empty, tile.phase ^ 1);
         load_keys<Traits::kPanelColumns>(params_.k_tensor_map, smem_.k, &smem_.k_full, tile,
-                                         kBackwardK);
+                                         kBackwardK, tile.key_begin, 0);
         load_keys<Traits::kPanelColumnsV>(params_.v_tensor_map, smem_.v, &smem_.v_full, tile,
-                                          kBackwardV);
+                                          kBackwardV, tile.key_begin, 0);
+        if constexpr (Traits::kWide) {
+          load_keys<Traits::kPanelColumns>(params_.k_tensor_map, smem_.peer_k, &smem_.peer_k_full,
+                                           tile, kBackwardK, tile.key_begin ^ Traits::kBlockN,
+                                           cluster_rank() * Traits::kDqCtaColumns);
+        }
       }
       smem_.tiles.release(slot, threadIdx.x);
     }
@@ -110,16 +115,17 @@ class BackwardProducer {
 
   template <int kPanelColumns, typename Element, int kElements>
   __device__ void load_keys(const CUtensorMap& tensor_map, Element (&target)[kElements],
-                            uint64_t* full, const BackwardTile& tile, BackwardOperand operand) {
+                            uint64_t* full, const BackwardTile& tile, BackwardOperand operand,
+                            int first_key, int first_column) {
     constexpr int kPanelElements = Traits::kBlockN * kPanelColumns;
     if (!issues_) return;
     FullBarrier::arrive_and_expect_tx(full, sizeof(target));
 #pragma unroll
     for (int panel = 0; panel < kElements / kPanelElements; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(&tensor_map, full, static_cast<uint64_t>(Hint::EVICT_FIRST),
-                                   target + panel * kPanelElements, panel * kPanelColumns,
-                                   tile.keys.begin + tile.key_begin, tile.head_kv,
-                                   tile.operand_batch[operand]);
+      cute::SM90_TMA_LOAD_4D::copy(
+          &tensor_map, full, static_cast<uint64_t>(Hint::EVICT_FIRST),
+          target + panel * kPanelElements, first_column + panel * kPanelColumns,
+          tile.keys.begin + first_key, tile.head_kv, tile.operand_batch[operand]);
     }
   }
 

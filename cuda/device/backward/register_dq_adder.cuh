@@ -16,6 +16,7 @@ class RegisterDqAdder {
   static constexpr int kBlockElements = kConfig.block_m * kConfig.head_dim;
 
  public:
+  // `thread`: a consumer thread of the cluster, see dq_coordinate.
   __device__ RegisterDqAdder(const BackwardParams& params, int thread)
       : params_(params), thread_(thread) {}
 
@@ -24,9 +25,9 @@ class RegisterDqAdder {
   // Registers first, first + 1, ... of the thread's part of block `block` of the workspace.
   template <int kCount>
   __device__ void add(const float (&dq)[kCount], int first, int block) const {
-    float* const target =
-        params_.workspace.dq + static_cast<int64_t>(block) * kBlockElements +
-        dq_offset(opaque(thread_), first, kConfig.block_m, kConfig.head_dim, kBackwardWarpgroups);
+    float* const target = params_.workspace.dq + static_cast<int64_t>(block) * kBlockElements +
+                          dq_offset(opaque(thread_), first, kConfig.block_m, kConfig.head_dim,
+                                    backward_dq_warpgroups(kConfig.head_dim));
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"

@@ -1,5 +1,6 @@
 // The tiles of a persistent CTA. A tile is one block of keys, all heads of its group and all query
-// blocks that see any of the keys.
+// blocks that see any of the keys. With a cluster each CTA has a part of the keys, and both visit the
+// same query blocks.
 //
 // One warp, the scheduler, finds them, reads the lengths and leaves what the others need in shared
 // memory, in a ring of two slots, so that it and the producer are one tile ahead of the consumers.
@@ -12,6 +13,7 @@
 #include <climits>
 
 #include "cutlass/arch/barrier.h"
+#include "device/backward/cluster.cuh"
 #include "device/backward/params.h"
 #include "device/registers.cuh"
 #include "device/ring_position.cuh"
@@ -36,8 +38,8 @@ struct BackwardTile {
 
 static_assert(sizeof(BackwardTile) == kBackwardTileBytes);
 
-// One lane's work.
-template <int kBlockM, int kBlockN>
+// One lane's work. kBlockN keys are shared by kCtas CTAs.
+template <int kBlockM, int kBlockN, int kCtas>
 __device__ void find_tile(const BackwardParams& params, int index, BackwardTile& tile) {
   const TilePosition position = tile_position(params.order, index);
   const int batch = position.head / params.heads_kv;
@@ -60,10 +62,10 @@ __device__ void find_tile(const BackwardParams& params, int index, BackwardTile&
   }
   tile.keys = keys;
   tile.queries = queries;
-  tile.key_begin = slot.row_begin;
+  tile.key_begin = slot.row_begin + (kCtas == 1 ? 0 : cluster_rank() * (kBlockN / kCtas));
   // Packed, the rows outside every sequence are zero before the kernel starts.
-  tile.num_rows = (sequences.packed() ? keys.length : sequences.total_k) - slot.row_begin;
-  tile.row_begin = static_cast<int64_t>(batch) * sequences.total_k + keys.begin + slot.row_begin;
+  tile.num_rows = (sequences.packed() ? keys.length : sequences.total_k) - tile.key_begin;
+  tile.row_begin = static_cast<int64_t>(batch) * sequences.total_k + keys.begin + tile.key_begin;
   tile.query_block =
       static_cast<int64_t>(position.head) * params.qhead_per_khead * params.workspace.q_slots +
       first_slot(queries.begin, slot.sequence, kBlockM);
@@ -81,6 +83,9 @@ __device__ void find_tile(const BackwardParams& params, int index, BackwardTile&
 // `full[s]`: the scheduler arrives, 1; everybody else waits; slot s holds a tile.
 // `empty[s]`: one lane of each warp that reads arrives; the scheduler waits; the slot is free.
 // `loaded`: the producer of queries arrives, 1; the scheduler waits; the tile's loads are issued.
+// With a cluster the first CTA's scheduler takes tiles from the counter and tells the other one's:
+// `number_full`: the first one's arrives, 1; the other's waits; `number` is there.
+// `number_taken`: the other's arrives, 1; the first one's waits; `number` may be overwritten.
 struct BackwardTileSlots {
   using Ring = RingPosition<2>;
   using Barrier = cutlass::arch::ClusterBarrier;
@@ -89,6 +94,9 @@ struct BackwardTileSlots {
   uint64_t full[2];
   uint64_t empty[2];
   uint64_t loaded;
+  uint64_t number_full;
+  uint64_t number_taken;
+  int number;
 
   __device__ void initialise(int num_readers) {
     for (int slot = 0; slot < 2; ++slot) {
@@ -96,6 +104,8 @@ struct BackwardTileSlots {
       Barrier::init(&empty[slot], num_readers);
     }
     Barrier::init(&loaded, 1);
+    Barrier::init(&number_full, 1);
+    Barrier::init(&number_taken, 1);
   }
 
   __device__ const BackwardTile& take(const Ring& ring) {
@@ -113,18 +123,18 @@ struct BackwardTileSlots {
     if (thread % kWarpSize == 0) Barrier::arrive(&loaded);
   }
 
-  template <int kBlockM, int kBlockN>
+  template <int kBlockM, int kBlockN, int kCtas>
   __device__ void schedule(const BackwardParams& params) {
     Ring ring;
     uint32_t phase = 0;
-    uint32_t loaded_phase = 0;
-    const int step = static_cast<int>(gridDim.x);
-    for (int index = blockIdx.x;;) {
+    uint32_t number_phase = 0;
+    const int step = static_cast<int>(gridDim.x) / kCtas;
+    for (int index = static_cast<int>(blockIdx.x) / kCtas;;) {
       Barrier::wait(&empty[ring.stage], ring.phase ^ 1);
       BackwardTile& next = tile[ring.stage];
       next.more = index < params.num_tiles;
       if (next.more) {
-        find_tile<kBlockM, kBlockN>(params, index, next);
+        find_tile<kBlockM, kBlockN, kCtas>(params, index, next);
         next.phase = phase;
         if (!next.blocks.empty()) phase ^= 1;
       }
@@ -135,10 +145,24 @@ struct BackwardTileSlots {
         index += step;
         continue;
       }
-      Barrier::wait(&loaded, loaded_phase);
-      loaded_phase ^= 1;
-      index = step + atomicAdd(params.tile_counter, 1);
+      if (kCtas == 1 || cluster_rank() == 0) {
+        Barrier::wait(&loaded, number_phase);
+        index = step + atomicAdd(params.tile_counter, 1);
+        if constexpr (kCtas > 1) tell_peer(index, number_phase);
+      } else {
+        wait_for_peer(&number_full, number_phase);
+        index = number;
+        arrive_at_peer(&number_taken);
+      }
+      number_phase ^= 1;
     }
+  }
+
+ private:
+  __device__ void tell_peer(int index, uint32_t phase) {
+    wait_for_peer(&number_taken, phase ^ 1);
+    store_to_peer(&number, index);
+    arrive_at_peer(&number_full);
   }
 };
 

@@ -16,7 +16,9 @@ namespace fa {
 template <BackwardConfig kConfig>
 struct BackwardTraitsOfAll {
   static constexpr int kBlockM = kConfig.block_m;
-  static constexpr int kBlockN = kConfig.block_n;
+  static constexpr int kTileKeys = kConfig.block_n;       // of all CTAs of a cluster
+  static constexpr int kBlockN = kConfig.keys_per_cta();  // of this one
+  static constexpr int kCtas = backward_ctas(kConfig.head_dim);
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kStages = kConfig.stages;
@@ -24,7 +26,8 @@ struct BackwardTraitsOfAll {
   static constexpr int kWarpgroups = kBackwardWarpgroups;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupSize;
   static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-  static constexpr DqSplit kDqSplit = dq_split(kBlockM, kWarpgroups);
+  static constexpr int kDqWarpgroups = backward_dq_warpgroups(kConfig.head_dim);
+  static constexpr DqSplit kDqSplit = dq_split(kBlockM, kDqWarpgroups);
   using Element =
       std::conditional_t<kConfig.dtype == DataType::bf16, cutlass::bfloat16_t, cutlass::half_t>;
   using Ring = RingPosition<kStages>;
@@ -139,8 +142,10 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
   static_assert(sizeof(Smem) == backward_smem_bytes(kConfig));
 };
 
-// The warpgroups share 64 keys: of S^T, dP^T and dQ each has 64 queries, of dK and dV half of the
-// columns.
+// A tile is the work of a cluster of two CTAs, each with 64 of its keys. The warpgroups of a CTA share
+// these: of S^T and dP^T each has half of the queries, of dK and dV half of the columns. Of dQ, the sum
+// over the keys of both, each CTA has half of the columns, for which it gets the other one's dS, and
+// its K once per tile.
 template <BackwardConfig kConfig>
 struct WideBackwardTraits : BackwardTraitsOfAll<kConfig> {
   using All = BackwardTraitsOfAll<kConfig>;
@@ -150,38 +155,51 @@ struct WideBackwardTraits : BackwardTraitsOfAll<kConfig> {
   static constexpr int kHeadDim = All::kHeadDim;
   static constexpr int kHeadDimV = All::kHeadDimV;
   static constexpr int kStages = All::kStages;
-  static constexpr int kScoreColumns = kRowsPerWarpgroup;
-  static_assert(All::kDqSplit == DqSplit::rows);
+  static constexpr int kScoreColumns = kBlockM / All::kWarpgroups;
+  static_assert(All::kCtas == 2 && kBlockN == kRowsPerWarpgroup && kStages == 1);
 
   // Columns of dK and dV per warpgroup.
   static constexpr int kShare = kHeadDim / All::kWarpgroups;
   static constexpr int kShareV = kHeadDimV / All::kWarpgroups;
-  // dQ is multiplied in slices of columns, half of them at a time: one of 96 or two of 64, so that the
-  // last of the second half, under which the next S^T is multiplied, leaves registers for that.
-  static constexpr int kDqSlices = kHeadDim == 256 ? 2 : 1;  // of a half
-  static constexpr int kDqColumns = kHeadDim / 2 / kDqSlices;
+  // Columns of dQ: the CTA's, and of these the warpgroup's. A warpgroup has 64 queries and all of the
+  // CTA's columns or, transposed, all queries and 64 columns.
+  static constexpr bool kDqTransposed = All::kDqSplit == DqSplit::transposed;
+  static_assert(kDqTransposed || All::kDqSplit == DqSplit::rows_and_columns);
+  static constexpr int kDqCtaColumns = kHeadDim / All::kCtas;
+  static constexpr int kDqColumns =
+      kDqTransposed ? kDqCtaColumns / All::kWarpgroups : kDqCtaColumns;
+  static_assert(!kDqTransposed || kDqColumns == 64);
 
+  using LayoutKt = typename All::LayoutKt;
+  using LayoutPeerKt = typename All::template MnMajor<All::kPanelColumns, kBlockN, kDqCtaColumns>;
   using LayoutDs = typename All::template KMajor<64, kBlockM, kBlockN>;
   using LayoutDst = typename All::template MnMajor<64, kBlockM, kBlockN>;
   using MmaDv = typename All::template MmaSs<kShareV, kBlockM, cute::GMMA::Major::MN,
                                              cute::GMMA::Major::MN>;  // P^T dO
   using MmaDk = typename All::template MmaSs<kShare, kBlockM, cute::GMMA::Major::MN,
                                              cute::GMMA::Major::MN>;  // dS^T Q
-  using MmaDq = typename All::template MmaSs<kDqColumns, kBlockN, cute::GMMA::Major::K,
-                                             cute::GMMA::Major::MN>;  // dS K
+  // dS K, or its transpose.
+  using MmaDq = std::conditional_t<
+      kDqTransposed,
+      typename All::template MmaSs<16, kBlockN, cute::GMMA::Major::MN, cute::GMMA::Major::K>,
+      typename All::template MmaSs<kDqColumns, kBlockN, cute::GMMA::Major::K,
+                                   cute::GMMA::Major::MN>>;
 
   struct alignas(1024) Smem {
     Element k[kBlockN * kHeadDim];   // dK on top of it
     Element v[kBlockN * kHeadDimV];  // dV on top of it
+    Element peer_k[kBlockN * kDqCtaColumns];
     Element q[kStages][kBlockM * kHeadDim];
     Element dout[kStages][kBlockM * kHeadDimV];
     Element p[kBlockM * kBlockN];
     Element ds[kBlockM * kBlockN];
+    Element peer_ds[kBlockM * kBlockN];
     float statistics[kStages][2 * kBlockM];  // LSE, delta
     QueryMask<kBlockN> mask;
     uint64_t q_full[kStages], q_empty[kStages];
     uint64_t dout_full[kStages], dout_empty[kStages];
-    uint64_t k_full, v_full, kv_empty;
+    uint64_t ds_full, ds_taken, peer_ds_full;
+    uint64_t k_full, v_full, peer_k_full, kv_empty;
     BackwardTileSlots tiles;
   };
   static_assert(sizeof(Smem) == backward_smem_bytes(kConfig));

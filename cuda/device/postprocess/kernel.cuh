@@ -17,8 +17,10 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   constexpr int kBlockM = kConfig.block_m;
   constexpr int kHeadDim = kConfig.head_dim;
   constexpr int kPitch = postprocess_pitch_bytes(kConfig);
+  constexpr int kWarpgroups = backward_dq_warpgroups(kHeadDim);
   constexpr int kCount = kBlockM * kHeadDim / kPostprocessThreads;
-  constexpr DqSplit kSplit = dq_split(kBlockM, kBackwardWarpgroups);
+  constexpr int kCountPerThread = kBlockM * kHeadDim / (kWarpgroups * kWarpgroupSize);
+  constexpr DqSplit kSplit = dq_split(kBlockM, kWarpgroups);
   extern __shared__ __align__(16) char smem[];
   const int slots = params.workspace.q_slots;
   const int64_t workspace_block = blockIdx.x;
@@ -41,14 +43,17 @@ __global__ void __launch_bounds__(kPostprocessThreads)
     const float* const source = params.workspace.dq + workspace_block * (kBlockM * kHeadDim);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
+      // Of a cluster's consumer threads each thread here stands for one in each CTA.
+      const int consumer = thread + i / kCountPerThread * kPostprocessThreads;
+      const int index = i % kCountPerThread;
       const float4 values = *reinterpret_cast<const float4*>(
-          source + dq_offset(thread, i, kBlockM, kHeadDim, kBackwardWarpgroups));
+          source + dq_offset(consumer, index, kBlockM, kHeadDim, kWarpgroups));
       const float v[4] = {values.x * params.scale, values.y * params.scale, values.z * params.scale,
                           values.w * params.scale};
 #pragma unroll
       for (int pair = 0; pair < 4; pair += 2) {
         const TileCoordinate at =
-            dq_coordinate(thread, i + pair, kBlockM, kHeadDim, kBackwardWarpgroups);
+            dq_coordinate(consumer, index + pair, kBlockM, kHeadDim, kWarpgroups);
         const uint32_t packed = pack<kConfig.dtype>(v[pair], v[pair + 1]);
         char* const target = smem + at.row * kPitch + at.column * 2;
         if constexpr (kSplit == DqSplit::transposed) {
