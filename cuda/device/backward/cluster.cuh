@@ -13,15 +13,23 @@ __device__ inline int cluster_rank() { return static_cast<int>(blockIdx.x) % 2; 
 // Where `local` lies in the other CTA.
 __device__ inline uint32_t peer_address(const void* local) {
   uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+  // Volatile, so that it is found where it is used instead of kept in a register.
+  asm volatile(
+      "{\n"
+      ".reg .u32 rank;\n"
+      "mov.u32 rank, %%cluster_ctarank;\n"
+      "xor.b32 rank, rank, 1;\n"
+      "mapa.shared::cluster.u32 %0, %1, rank;\n"
+      "}"
       : "=r"(address)
-      : "r"(cute::cast_smem_ptr_to_uint(local)), "r"(cluster_rank() ^ 1));
+      : "r"(cute::cast_smem_ptr_to_uint(local)));
   return address;
 }
 
-// Arrives at the other CTA's barrier; what this thread has done comes before.
+// Arrives at the other CTA's barrier. What wgmma has read, and a wait has seen complete, comes before;
+// a release would wait for the additions to global memory, too.
 __device__ inline void arrive_at_peer(const uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
                :
                : "r"(peer_address(barrier))
                : "memory");

@@ -49,14 +49,15 @@ class WideMainloop : BackwardConsumer<kConfig> {
   static constexpr int kCountDv = Traits::kShareV / 2;
 
   __device__ WideMainloop(const BackwardParams& params, Smem& smem, int thread)
-      : Base(params, smem, thread) {}
+      : Base(params, smem, thread) {
+    let_other_store_p();
+  }
 
   // Fragments of the warpgroup's columns of dK, without the scale, and dV.
   __device__ void run(const BackwardTile& tile, float (&dk)[kCountDk], float (&dv)[kCountDv]) {
     using namespace cute;
     const int warpgroup = cutlass::canonical_warp_group_idx();
     const int first_query = kQueries * warpgroup;  // of the warpgroup, in a block
-    const int rank = cluster_rank();
     const auto thread_scores = typename Traits::MmaScores{}.get_slice(0);
     const auto thread_dp = typename Traits::MmaDp{}.get_slice(0);
     const auto thread_dv = typename Traits::MmaDv{}.get_slice(0);
@@ -67,12 +68,12 @@ class WideMainloop : BackwardConsumer<kConfig> {
     const auto queries_of = [&](auto queries, auto layout, Element* memory, int index) {
       constexpr int kDepth = decltype(size<1>(layout))::value;
       return local_tile(make_tensor(make_smem_ptr(memory), layout)(_, _, _0{}),
-                        Shape<decltype(queries), Int<kDepth>>{}, make_coord(index, 0));
+                        Shape<decltype(queries), Int<kDepth>>{}, make_coord(opaque(index), 0));
     };
     const auto columns_of = [&](auto columns, auto layout, Element* memory, int index) {
       constexpr int kDepth = decltype(size<1>(layout))::value;
       return local_tile(make_tensor(make_smem_ptr(memory), layout)(_, _, _0{}),
-                        Shape<decltype(columns), Int<kDepth>>{}, make_coord(index, 0));
+                        Shape<decltype(columns), Int<kDepth>>{}, make_coord(opaque(index), 0));
     };
     const auto multiply_scores = [&](float(&scores)[kCountS]) {
       const auto r_k = thread_scores.partition_fragment_A(
@@ -121,7 +122,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
     };
     const auto multiply_own_dq = [&](float(&dq)[kCountDq]) {
       multiply_dq(false_type{}, smem_.ds, typename Traits::LayoutKt{}, smem_.k,
-                  kDqTransposed ? 2 * rank + warpgroup : rank, dq);
+                  kDqTransposed ? 2 * cluster_rank() + warpgroup : cluster_rank(), dq);
     };
     const auto multiply_peer_dq = [&](float(&dq)[kCountDq]) {
       multiply_dq(true_type{}, smem_.peer_ds, typename Traits::LayoutPeerKt{}, smem_.peer_k,
@@ -133,17 +134,18 @@ class WideMainloop : BackwardConsumer<kConfig> {
     for (int i = 0; i < kCountDk; ++i) dk[i] = 0.f;
 #pragma unroll
     for (int i = 0; i < kCountDv; ++i) dv[i] = 0.f;
+    float dq[kCountDq];
     float scores[kCountS];  // S^T, then P^T
     float dp[kCountS];      // dP^T, then dS^T
-    float dq[kCountDq];
     uint32_t packed[kCountS / 2];
-    const RegisterDqAdder<kConfig> adder(params_, thread_ + rank * Traits::kConsumerThreads);
+    const RegisterDqAdder<kConfig> adder(params_, thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
 
     FullBarrier::wait(&smem_.k_full, tile.phase);
     FullBarrier::wait(&smem_.v_full, tile.phase);
     FullBarrier::wait(&smem_.peer_k_full, tile.phase);
     this->zero_keys(tile);
+
     FullBarrier::wait(&smem_.q_full[0], ring_.phase);
     this->zero_q(tile, walk.block, 0);
     multiply_scores(scores);
@@ -161,34 +163,39 @@ class WideMainloop : BackwardConsumer<kConfig> {
         smem_.mask.apply(scores, walk.block * kBlockM + first_query, thread_);
       }
       this->convert(scores, packed);
-      // All consumer threads arrive and wait: no wgmma of the block before reads P or dS any more.
-      NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsRead);
+      // The other warpgroup's threads have arrived, these arrive and wait: its dV of the block before
+      // has read P.
+      NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPRead + warpgroup);
       this->store_turned(packed, smem_.p, first_query);
-      warpgroup_wait<0>();
+      cutlass::arch::fence_view_async_shared();
+      // All consumer threads arrive and wait: P of the block is in shared memory, and no wgmma of the
+      // block before reads dS any more.
+      NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
+      multiply_dv();
+      warpgroup_wait<1>();
       fence_registers(dp);
       this->multiply_ds(scores, dp, lse);
       this->convert(dp, packed);
       // The other CTA has multiplied the block before's dS.
-      wait_for_peer(&smem_.ds_taken, ring_.phase ^ 1);
+      FullBarrier::wait(&smem_.ds_taken, ring_.phase ^ 1);
       this->store_turned(packed, smem_.ds, first_query);
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
       if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.ds_full);
-      // All consumer threads arrive and wait: P and dS of the block are in shared memory.
+      // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
       multiply_dk();
       multiply_own_dq(dq);
-      multiply_dv();
-
       warpgroup_wait<2>();
+      fence_registers(dv);
+      this->release(smem_.dout_empty, 0);
+      let_other_store_p();
+      warpgroup_wait<1>();
       fence_registers(dk);
       this->release(smem_.q_empty, 0);
       FullBarrier::wait(&smem_.peer_ds_full, ring_.phase);
       multiply_peer_dq(dq);
-      warpgroup_wait<1>();
-      fence_registers(dv);
-      this->release(smem_.dout_empty, 0);
-      const int block = walk.block;
+      const int added_block = walk.block;
       const int added = walk.workspace_block;
       ring_.advance();
       const bool more = walk.advance(tile, params_.workspace.q_slots);
@@ -196,18 +203,24 @@ class WideMainloop : BackwardConsumer<kConfig> {
         FullBarrier::wait(&smem_.q_full[0], ring_.phase);
         this->zero_q(tile, walk.block, 0);
       }
-      // Also past the last block, to no purpose: under a condition it would serialise all the GEMMs.
       multiply_scores(scores);
       warpgroup_wait<1>();
       fence_registers(dq);
       if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
-      if (adder.ordered()) adder.wait_for_turn(tile, block, added);
-      adder.add(dq, 0, added);
+      if (adder.ordered()) adder.wait_for_turn(tile, added_block, added);
+      adder.template add<0, kCountDq>(dq, added);
       warpgroup_wait<0>();
       fence_registers(scores);
       if (adder.ordered()) adder.pass_turn(added);
       if (!more) return;
     }
+  }
+
+ private:
+  // This warpgroup's threads arrive for the other one, which waits: this one's dV has read P.
+  __device__ void let_other_store_p() const {
+    NamedBarrier::arrive(Traits::kConsumerThreads,
+                         Traits::kPRead + (1 - cutlass::canonical_warp_group_idx()));
   }
 };
 

@@ -22,18 +22,18 @@ class RegisterDqAdder {
 
   __device__ bool ordered() const { return params_.turns != nullptr; }
 
-  // Registers first, first + 1, ... of the thread's part of block `block` of the workspace.
-  template <int kCount>
-  __device__ void add(const float (&dq)[kCount], int first, int block) const {
+  // Registers [kBegin, kEnd) of the thread's part of block `block` of the workspace.
+  template <int kBegin, int kEnd, int kCount>
+  __device__ void add(const float (&dq)[kCount], int block) const {
     float* const target = params_.workspace.dq + static_cast<int64_t>(block) * kBlockElements +
-                          dq_offset(opaque(thread_), first, kConfig.block_m, kConfig.head_dim,
+                          dq_offset(opaque(thread_), kBegin, kConfig.block_m, kConfig.head_dim,
                                     backward_dq_warpgroups(kConfig.head_dim));
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
+    for (int i = kBegin; i < kEnd; i += 4) {
       asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                    :
-                   : "l"(target + i * kWarpgroupSize), "f"(dq[i]), "f"(dq[i + 1]), "f"(dq[i + 2]),
-                     "f"(dq[i + 3])
+                   : "l"(target + (i - kBegin) * kWarpgroupSize), "f"(dq[i]), "f"(dq[i + 1]),
+                     "f"(dq[i + 2]), "f"(dq[i + 3])
                    : "memory");
     }
   }

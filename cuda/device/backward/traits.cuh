@@ -74,14 +74,16 @@ struct BackwardTraitsOfAll {
   using MmaScores = MmaSs<16, kHeadDim, cute::GMMA::Major::K, cute::GMMA::Major::K>;  // K Q^T
   using MmaDp = MmaSs<16, kHeadDimV, cute::GMMA::Major::K, cute::GMMA::Major::K>;     // V dO^T
 
-  // Named barriers. kDsWritten: all consumer threads arrive and wait; dS of the block, with wide
-  // tiles P too, is in shared memory. kDsRead, with wide tiles: likewise; no wgmma of the block before
-  // reads them any more. kKRead: likewise; no wgmma of the tile reads K, with wide tiles V, any more.
+  // Named barriers. kDsWritten: all consumer threads arrive and wait; dS of the block is in shared
+  // memory. kKRead: likewise; no wgmma of the tile reads K, with wide tiles V, any more.
   // kWarpgroupBarrier + w: the 128 threads of warpgroup w meet.
+  // With wide tiles kPWritten: all arrive and wait; P of the block is in shared memory. kPRead + w: the
+  // other warpgroup arrives, w waits; the other's dV has read P.
   static constexpr int kDsWritten = 1;
   static constexpr int kKRead = 2;
   static constexpr int kWarpgroupBarrier = 3;
-  static constexpr int kDsRead = kWarpgroupBarrier + kWarpgroups;
+  static constexpr int kPWritten = kWarpgroupBarrier + kWarpgroups;
+  static constexpr int kPRead = kPWritten + 1;
 };
 
 // The warpgroups split the keys.
