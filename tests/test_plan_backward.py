@@ -117,16 +117,18 @@ def test_lying_descriptors_stay_inside(cu_seqlens):
 
 
 @pytest.mark.parametrize(
-    "block_m, head_dim", [(64, 128), (80, 128), (128, 64), (64, 256), (128, 192), (128, 256)]
+    "block_m, head_dim, warpgroups",
+    [(64, 128, 2), (80, 128, 2), (128, 64, 2), (128, 192, 2), (96, 256, 4), (128, 192, 4)],
 )
-def test_accumulator_of_dq_is_a_permutation(block_m, head_dim):
-    count = block_m * head_dim // 256
+def test_accumulator_of_dq_is_a_permutation(block_m, head_dim, warpgroups):
+    threads = 128 * warpgroups
+    count = block_m * head_dim // threads
     elements, offsets = set(), set()
-    for thread, index in itertools.product(range(256), range(count)):
-        row, column = maps.dq_coordinate(thread, index, block_m, head_dim, 2)
+    for thread, index in itertools.product(range(threads), range(count)):
+        row, column = maps.dq_coordinate(thread, index, block_m, head_dim, warpgroups)
         assert 0 <= row < block_m and 0 <= column < head_dim
         elements.add((row, column))
-        offsets.add(maps.dq_offset(thread, index, block_m, head_dim, 2))
+        offsets.add(maps.dq_offset(thread, index, block_m, head_dim, warpgroups))
     assert len(elements) == block_m * head_dim
     assert offsets == set(range(block_m * head_dim))
 
@@ -160,6 +162,17 @@ def test_a_kernel_that_holds_the_columns_and_fits(head_dim, head_dim_v, dtype, r
     )
 
 
+@pytest.mark.parametrize("head_dim, cluster", [(128, 1), (192, 2), (256, 2)])
+@pytest.mark.parametrize("seqlen_k", [1, 128, 129, 100_000])
+def test_the_grid_is_whole_clusters_and_no_more_than_tiles(head_dim, cluster, seqlen_k):
+    plan = backward(head_dim=head_dim, head_dim_v=head_dim, seqlen_k=seqlen_k)
+    main = plan["main"]
+    assert main["cluster"] == cluster
+    assert main["grid"] % cluster == 0
+    assert 0 < main["grid"] // cluster <= plan["num_tiles"]
+    assert plan["num_tiles"] == 2 * 4 * -(-seqlen_k // plan["block_n"])
+
+
 def test_workspace_is_one_fp32_copy_of_q_in_whole_blocks():
     plan = backward()
     blocks = -(-1000 // plan["block_m"])
@@ -168,9 +181,9 @@ def test_workspace_is_one_fp32_copy_of_q_in_whole_blocks():
     assert plan["statistics_size"] == 2 * blocks * plan["block_m"] * 2
     assert plan["semaphore_size"] == 1
     assert backward(deterministic=True)["semaphore_size"] == 1 + 2 * blocks
-    # Wide heads: one turn per consumer warp.
+    # Wide heads: one turn per consumer warp of the two CTAs.
     wide = backward(head_dim=256, head_dim_v=256, deterministic=True)
-    assert wide["semaphore_size"] == 1 + 2 * 8 * wide["q_slots"]
+    assert wide["semaphore_size"] == 1 + 2 * 16 * wide["q_slots"]
     packed = backward(batch=1, has_cu_seqlens=True, sequences=7)
     assert packed["q_slots"] == 1000 // plan["block_m"] + 7
 

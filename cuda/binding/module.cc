@@ -102,6 +102,7 @@ nb::dict to_dict(const BackwardLaunch& launch) {
   dict["grid"] = launch.grid;
   dict["num_threads"] = launch.num_threads;
   dict["smem_bytes"] = launch.smem_bytes;
+  dict["cluster"] = launch.cluster;
   return dict;
 }
 

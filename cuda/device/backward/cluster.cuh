@@ -26,8 +26,16 @@ __device__ inline uint32_t peer_address(const void* local) {
   return address;
 }
 
-// Arrives at the other CTA's barrier. What wgmma has read, and a wait has seen complete, comes before;
-// a release would wait for the additions to global memory, too.
+// Arrives at the other CTA's barrier: what this thread has written comes before.
+__device__ inline void release_to_peer(const uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];"
+               :
+               : "r"(peer_address(barrier))
+               : "memory");
+}
+
+// The same for what wgmma has read and a wait has seen complete: a release would also wait for the
+// additions to global memory.
 __device__ inline void arrive_at_peer(const uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
                :
@@ -35,7 +43,7 @@ __device__ inline void arrive_at_peer(const uint64_t* barrier) {
                : "memory");
 }
 
-// Waits for what the other CTA did before it arrived.
+// Waits for release_to_peer.
 __device__ inline void wait_for_peer(const uint64_t* barrier, uint32_t phase) {
   asm volatile(
       "{\n"

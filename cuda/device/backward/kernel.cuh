@@ -2,8 +2,8 @@
 // from the preprocess, which also zeroes the accumulator of dQ, and the postprocess rounds it.
 //
 // Persistent, one CTA per multiprocessor, warp-specialised: 2 consumer warpgroups, which split the keys
-// of the tile or, with wide heads, share them (BackwardConfig::wide); then a warpgroup of single warps,
-// whose registers go to the others.
+// of the tile; then a warpgroup of single warps, whose registers go to the others. With wide heads two
+// CTAs split the keys of the tile and their warpgroups share them (BackwardConfig::wide).
 //
 //   scheduler  the next tile: a block of keys, the query blocks      tile.cuh, backward_maps.h
 //              that see it
@@ -13,7 +13,8 @@
 //                                                                   consumer.cuh, mask.cuh
 //              dK, dV -> global at the tile's end                   key_gradients.cuh
 //   adder      dQ of each block, added in global memory; with wide  dq_adder.cuh, dq_turn.cuh
-//              heads the consumers do it
+//              heads the consumers do it (register_dq_adder.cuh)
+//   exchanger  with wide heads: dS to the other CTA                 ds_exchange.cuh
 //
 // All heads of a group are one tile's work, so that dK and dV need no accumulator in memory and are
 // the same bits from run to run.
@@ -21,7 +22,7 @@
 // Barriers; s is a stage, w a warpgroup:
 //
 //   q_full[s], dout_full[s],      the producer arrives, 1, with the bytes that TMA brings; the
-//   k_full, v_full                consumers wait; Q (dO, K, V) is there
+//   k_full, v_full, peer_k_full   consumers wait; Q (dO, K, V, the other CTA's K) is there
 //   q_empty[s], dout_empty[s]     one lane of each consumer warp arrives when its wgmma has read;
 //                                 the producer waits; the stage is free
 //   kv_empty                      one lane of each consumer warp arrives when dK and dV have left
@@ -29,6 +30,8 @@
 //   dq_full[w]                    one lane of each warp of w arrives; the adder waits; w's part of
 //                                 dQ is in shared memory
 //   dq_empty[w]                   the adder arrives, 1; w waits; the part has been read
+//   ds_full, peer_ds_full,        see ds_exchange.cuh
+//   ds_taken
 //
 // Tiles without a query block touch none of these. Tile slots: see tile.cuh. Named barriers: see
 // traits.cuh.

@@ -7,14 +7,14 @@
 //   dK += dS^T Q   dV += P^T dO   dQ = dS K, added in global memory
 //
 // dQ is summed over the keys of both CTAs of the cluster: each has half of its columns, and gets the
-// other one's dS (ds_exchange.cuh), which is on its way under dK and dV.
+// other one's dS (ds_exchange.cuh), which is on its way under dK.
 //
-//   tensor cores    | S^T    | dP^T  |       | dK | dQ, own keys | dV | dQ, the others' | S^T'
-//   this warpgroup  | dQ out | P     | dS    |                                          | dQ out
+//   tensor cores    |   | dV | dK | dQ, own keys | dQ, the other's | S^T of the next | dP^T of the next
+//   this warpgroup  | P | dS |                                     | dQ out          | dQ out
 //
-// There is one stage of Q and of dO. Q is free after dK, and the next block's loads have the time of
-// dQ and dV; dO is free after dV and has the time of dQ and S^T. dQ goes from registers to global
-// memory under the GEMM that follows.
+// There is one stage of Q and of dO. dO is free after dV and Q after dK, and the next block's loads
+// have the time of what follows. dQ goes from registers to global memory under S^T and dP^T of the
+// next block, half of it under each: once it is out, its registers hold dP^T.
 #pragma once
 
 #include "device/backward/consumer.cuh"
@@ -75,16 +75,17 @@ class WideMainloop : BackwardConsumer<kConfig> {
       return local_tile(make_tensor(make_smem_ptr(memory), layout)(_, _, _0{}),
                         Shape<decltype(columns), Int<kDepth>>{}, make_coord(opaque(index), 0));
     };
+    // K and V as of an unknown place: their descriptors, the same in each block, would spill.
     const auto multiply_scores = [&](float(&scores)[kCountS]) {
       const auto r_k = thread_scores.partition_fragment_A(
-          make_tensor(make_smem_ptr(smem_.k), typename Traits::LayoutK{})(_, _, _0{}));
+          make_tensor(make_smem_ptr(smem_.k + opaque(0)), typename Traits::LayoutK{})(_, _, _0{}));
       const auto r_q = thread_scores.partition_fragment_B(
           queries_of(Int<kQueries>{}, typename Traits::LayoutQ{}, smem_.q[0], warpgroup));
       issue_gemm_ss<kType>(r_k, r_q, scores);
     };
     const auto multiply_dp = [&](float(&dp)[kCountS]) {
       const auto r_v = thread_dp.partition_fragment_A(
-          make_tensor(make_smem_ptr(smem_.v), typename Traits::LayoutV{})(_, _, _0{}));
+          make_tensor(make_smem_ptr(smem_.v + opaque(0)), typename Traits::LayoutV{})(_, _, _0{}));
       const auto r_dout = thread_dp.partition_fragment_B(
           queries_of(Int<kQueries>{}, typename Traits::LayoutDout{}, smem_.dout[0], warpgroup));
       issue_gemm_ss<kType>(r_v, r_dout, dp);
@@ -138,25 +139,26 @@ class WideMainloop : BackwardConsumer<kConfig> {
     float scores[kCountS];  // S^T, then P^T
     float dp[kCountS];      // dP^T, then dS^T
     uint32_t packed[kCountS / 2];
-    const RegisterDqAdder<kConfig> adder(params_, thread_ + cluster_rank() * Traits::kConsumerThreads);
+    const RegisterDqAdder<kConfig> adder(params_,
+                                         thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
 
     FullBarrier::wait(&smem_.k_full, tile.phase);
     FullBarrier::wait(&smem_.v_full, tile.phase);
     FullBarrier::wait(&smem_.peer_k_full, tile.phase);
     this->zero_keys(tile);
-
     FullBarrier::wait(&smem_.q_full[0], ring_.phase);
     this->zero_q(tile, walk.block, 0);
     multiply_scores(scores);
+    FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
+    this->zero_dout(tile, walk.block, 0);
+    multiply_dp(dp);
     warpgroup_wait<0>();
     fence_registers(scores);
+    fence_registers(dp);
 
     FA_NO_UNROLL
     while (true) {
-      FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-      this->zero_dout(tile, walk.block, 0);
-      multiply_dp(dp);
       const float* const lse = smem_.statistics[0] + first_query;
       this->exponentiate(scores, lse);
       if (tile.blocks.masked(walk.block)) {
@@ -172,8 +174,6 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // block before reads dS any more.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
       multiply_dv();
-      warpgroup_wait<1>();
-      fence_registers(dp);
       this->multiply_ds(scores, dp, lse);
       this->convert(dp, packed);
       // The other CTA has multiplied the block before's dS.
@@ -203,14 +203,23 @@ class WideMainloop : BackwardConsumer<kConfig> {
         FullBarrier::wait(&smem_.q_full[0], ring_.phase);
         this->zero_q(tile, walk.block, 0);
       }
+      // These two also past the last block, to no purpose: under a condition they would serialise all
+      // the GEMMs.
       multiply_scores(scores);
       warpgroup_wait<1>();
       fence_registers(dq);
       if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
       if (adder.ordered()) adder.wait_for_turn(tile, added_block, added);
-      adder.template add<0, kCountDq>(dq, added);
+      adder.template add<0, kCountDq / 2>(dq, added);
+      if (more) {
+        FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
+        this->zero_dout(tile, walk.block, 0);
+      }
+      multiply_dp(dp);
+      adder.template add<kCountDq / 2, kCountDq>(dq, added);
       warpgroup_wait<0>();
       fence_registers(scores);
+      fence_registers(dp);
       if (adder.ordered()) adder.pass_turn(added);
       if (!more) return;
     }

@@ -152,7 +152,7 @@ struct BackwardTileSlots {
       } else {
         wait_for_peer(&number_full, number_phase);
         index = number;
-        arrive_at_peer(&number_taken);
+        release_to_peer(&number_taken);
       }
       number_phase ^= 1;
     }
@@ -162,7 +162,7 @@ struct BackwardTileSlots {
   __device__ void tell_peer(int index, uint32_t phase) {
     wait_for_peer(&number_taken, phase ^ 1);
     store_to_peer(&number, index);
-    arrive_at_peer(&number_full);
+    release_to_peer(&number_full);
   }
 };
 
