@@ -1,16 +1,20 @@
-"""Speed of the attention forward against cuDNN and FlashAttention-3.
+"""Speed of attention, forward or backward, against cuDNN and FlashAttention-3.
 
     python benchmarks/attention.py --json attention.json --plot attention.png
+    python benchmarks/attention.py --backward --json backward.json --plot backward.png
 
 Needs a CUDA device of compute capability 9.0. 16,384 tokens, a model width of 2,048, bfloat16,
-causal and not. TFLOP/s count 4 B S^2 H D operations, half as many with a causal mask, in 1e12, by
-device time (timing.py). cuDNN runs through ``jax.nn``; FlashAttention-3's kernels take part where
-the PyPI package dew-flash-attn-cu13 is installed. All contenders of a point run interleaved. The
-plot can be drawn elsewhere from the JSON: `--plot attention.png --from attention.json`.
+causal and not. TFLOP/s count 4 B S^2 H D operations, half as many with a causal mask and 2.5 times
+as many in the backward, in 1e12, by device time (timing.py). The backward alone is timed, with all
+its kernels: the forward's results are there before. cuDNN runs through ``jax.nn``;
+FlashAttention-3's kernels take part where the PyPI package dew-flash-attn-cu13 is installed. All
+contenders of a point run interleaved. The plot can be drawn elsewhere from the JSON:
+`--plot attention.png --from attention.json`.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -25,40 +29,50 @@ HEAD_DIMS = (64, 128, 256)
 SEQLENS = (1024, 2048, 4096, 8192, 16384)
 
 
-def contenders(causal):
+def contenders(causal, backward):
     """Functions of (q, k, v), by name; ours first."""
     import jax_fa_epilogue as fa
 
-    functions = {
-        "ours": lambda q, k, v: fa.flash_attention(q, k, v, causal=causal, implementation="cuda"),
-        "cudnn": lambda q, k, v: jax.nn.dot_product_attention(
-            q, k, v, is_causal=causal, implementation="cudnn"
-        ),
-    }
+    ours = functools.partial(fa.flash_attention, causal=causal, implementation="cuda")
+    functions = {"ours": ours}
+    if backward:
+        functions["ours, deterministic"] = functools.partial(ours, deterministic=True)
+    functions["cudnn"] = functools.partial(
+        jax.nn.dot_product_attention, is_causal=causal, implementation="cudnn"
+    )
     try:
         from dew_flash_attn import flash_mha
     except ImportError:
         return functions
-    functions["fa3"] = lambda q, k, v: flash_mha(q, k, v, is_causal=causal)
+    functions["fa3"] = functools.partial(flash_mha, is_causal=causal)
     return functions
 
 
-def measure(head_dim, seqlen, causal, rounds):
+def pull_back(function, operands, cotangent):
+    """A call of the function's backward alone."""
+    _, vjp = jax.vjp(jax.jit(function), *operands)
+    return functools.partial(jax.jit(lambda vjp, cotangent: vjp(cotangent)), vjp, cotangent)
+
+
+def measure(head_dim, seqlen, causal, backward, rounds):
     """One point: TFLOP/s of each contender, and ratios of ours to the others."""
     shape = (TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim)
-    keys = jax.random.split(jax.random.key(seqlen + head_dim), 3)
-    operands = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
-    calls, results = {}, {}
-    for name, function in contenders(causal).items():
-        compiled = jax.jit(function).lower(*operands).compile()
-        results[name] = compiled(*operands).astype(jnp.float32)
-        calls[name] = lambda compiled=compiled: compiled(*operands)
-    for name, result in results.items():
-        error = jnp.abs(result - results["ours"]).max()
-        assert error < 0.03, (name, head_dim, seqlen, causal, float(error))
-    del results
+    keys = jax.random.split(jax.random.key(seqlen + head_dim), 4)
+    *operands, cotangent = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
+    calls, expected = {}, None
+    for name, function in contenders(causal, backward).items():
+        if backward:
+            calls[name] = pull_back(function, operands, cotangent)
+        else:
+            calls[name] = functools.partial(jax.jit(function), *operands)
+        results = [x.astype(jnp.float32) for x in jax.tree.leaves(calls[name]())]
+        expected = expected or results
+        for result, e in zip(results, expected, strict=True):
+            error = float(jnp.abs(result - e).max() / jnp.abs(e).max())
+            assert error < 0.03, (name, head_dim, seqlen, causal, error)
+    del results, expected
     seconds = timing.Clock(calls).device(rounds)
-    operations = 4 * TOKENS * seqlen * WIDTH / (2 if causal else 1)
+    operations = 4 * TOKENS * seqlen * WIDTH / (2 if causal else 1) * (2.5 if backward else 1)
     others = [name for name in seconds if name != "ours"]
     return {
         "head_dim": head_dim,
@@ -102,6 +116,7 @@ def main():
     parser = command_line.parser(__doc__, rounds=7)
     parser.add_argument("--seqlens", type=int, nargs="+", default=SEQLENS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=HEAD_DIMS)
+    parser.add_argument("--backward", action="store_true")
     arguments = parser.parse_args()
 
     def measure_all():
@@ -109,7 +124,7 @@ def main():
         for head_dim in arguments.head_dims:
             for causal in (False, True):
                 for seqlen in arguments.seqlens:
-                    point = measure(head_dim, seqlen, causal, arguments.rounds)
+                    point = measure(head_dim, seqlen, causal, arguments.backward, arguments.rounds)
                     points.append(point)
                     speeds = "  ".join(f"{k} {v:4.0f}" for k, v in point["tflop_per_s"].items())
                     ratios = "  ".join(f"x{v:.3f} {k}" for k, v in point["speedup"].items())

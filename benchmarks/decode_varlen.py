@@ -7,7 +7,8 @@ sequence over a cache in one array, bfloat16, D 128. A contender calls itself RE
 one program, each time on what came out, so that nothing but the device's time is left. Packed: 16
 sequences whose lengths follow a Zipf law, 16,384 tokens in all, against the dense kernel on
 sequences of the length at which every token has as much work; TFLOP/s count 4 H D sum(l^2)
-operations, half as many with a causal mask. cuDNN runs through ``jax.nn``; FlashAttention-3 takes
+operations, half as many with a causal mask. Layers: a decode step of LAYERS layers, a cache each,
+as one program. cuDNN runs through ``jax.nn``; FlashAttention-3 takes
 part where the PyPI package fa3-fwd is installed (through torch, its own choice of splits). By
 device time and, for JAX's programs, by the wall (timing.py).
 """
@@ -29,6 +30,7 @@ import jax_fa_epilogue as fa
 
 HEAD_DIM = 128
 REPEATS = 4
+LAYERS = 20
 # batch, queries, keys, query heads, key heads
 DECODE = (
     (1, 1, 65536, 32, 8),
@@ -78,7 +80,7 @@ def fa3_call(call, operands):
     return repeat, torch.cuda.synchronize
 
 
-def times(calls, fa3, rounds):
+def times(calls, fa3, rounds, repeats=REPEATS):
     """Device and wall seconds per repetition of each contender, by clock."""
     wait = {}
     wall = timing.Clock(dict(calls)).wall(rounds)
@@ -86,7 +88,7 @@ def times(calls, fa3, rounds):
         calls["fa3"], wait["fa3"] = fa3
     device = timing.Clock(calls, wait).device(rounds)
     return {
-        clock: {name: [s / REPEATS for s in seconds] for name, seconds in measured.items()}
+        clock: {name: [s / repeats for s in seconds] for name, seconds in measured.items()}
         for clock, measured in (("device", device), ("wall", wall))
     }
 
@@ -129,6 +131,29 @@ def decode(batch, queries, keys, heads, heads_kv, rounds):
     name = f"B {batch}, Sq {queries}, Sk {keys}, {heads}/{heads_kv} heads"
     moved = 2 * operands[1].nbytes
     return row("decode", name, moved / 1e9, "GB/s", times(calls, fa3, rounds))
+
+
+def layers(rounds):
+    """A decode step: what the wall takes per layer beyond the kernels."""
+    batch, keys, heads, heads_kv = 8, 8192, 32, 8
+    q, *caches = random(
+        (batch, 1, heads, HEAD_DIM), *[(batch, keys, heads_kv, HEAD_DIM)] * (2 * LAYERS)
+    )
+    lengths = jnp.full((batch,), keys, jnp.int32)
+
+    def step(q, caches, lengths):
+        for k, v in zip(caches[::2], caches[1::2], strict=True):
+            q = fa.flash_attention(q, k, v, seqused_k=lengths, causal=True, implementation="cuda")
+        return q
+
+    compiled = jax.jit(step).lower(q, caches, lengths).compile()
+    calls = {"ours": lambda: compiled(q, caches, lengths)}
+    seconds = times(calls, None, rounds, LAYERS)
+    name = f"{LAYERS} x B {batch}, Sk {keys}, {heads}/{heads_kv} heads"
+    result = row("layers", name, 2 * caches[0].nbytes / 1e9, "GB/s", seconds)
+    device, wall = (result[clock]["microseconds"]["ours"] for clock in ("device", "wall"))
+    print(f"    beyond the kernels: {wall - device:.1f} us per layer")
+    return result
 
 
 def zipf_lengths():
@@ -210,14 +235,16 @@ def draw(result, path):
 def main():
     """Measure, write, draw, as the command line says."""
     parser = command_line.parser(__doc__, rounds=7)
-    parser.add_argument("--only", choices=("decode", "packed"))
+    parser.add_argument("--only", choices=("decode", "layers", "packed"))
     arguments = parser.parse_args()
 
     def measure():
         rows = []
-        if arguments.only != "packed":
+        if arguments.only in (None, "decode"):
             rows += [decode(*shape, arguments.rounds) for shape in DECODE]
-        if arguments.only != "decode":
+        if arguments.only in (None, "layers"):
+            rows.append(layers(arguments.rounds))
+        if arguments.only in (None, "packed"):
             rows += [
                 packed(head_dim, causal, arguments.rounds)
                 for head_dim in (64, 128)

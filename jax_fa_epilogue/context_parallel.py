@@ -272,6 +272,10 @@ class _Ring:
     others: _Call  # a device's queries and another one's keys
     zigzag: bool
 
+    def is_alone(self, q: jax.Array, k: jax.Array) -> bool:
+        """Whether a device's own queries and keys are all that there is."""
+        return self.size == 1 or 0 in (*q.shape, *k.shape)
+
     def permute(self, tree: Any) -> Any:
         """Send the arrays of a tree to the next device."""
         to_next = [(i, (i + 1) % self.size) for i in range(self.size)]
@@ -328,9 +332,10 @@ def _ring_attention(
 
 
 def _forward(ring: _Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    keys = ring.permute((k, v)) if ring.size > 1 else ()
+    alone = ring.is_alone(q, k)
+    keys = () if alone else ring.permute((k, v))
     out, lse = derivatives.attention_results(*ring.own, (q, k, v))
-    if ring.size == 1:
+    if alone:
         return out, lse
     q, state = ring.swap(q), (ring.swap(out).astype(jnp.float32), ring.swap(lse, 2))
 
@@ -364,9 +369,10 @@ def _backward_rule(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     q, k, v, out, lse = residuals
     dout, dlse = cotangents
-    keys = ring.permute((k, v)) if ring.size > 1 else ()
+    alone = ring.is_alone(q, k)
+    keys = () if alone else ring.permute((k, v))
     own = derivatives.attention_gradients(*ring.own, (q, k, v), out, lse, dout, dlse)
-    if ring.size == 1:
+    if alone:
         return own
     dq, *dkeys = (x.astype(jnp.float32) for x in own)
     q, out, dout, dq = (ring.swap(x) for x in (q, out, dout, dq))

@@ -185,10 +185,13 @@ MAPPED_COPIES = 3
 
 
 def assert_equal(actual, expected, tolerance=None):
-    """Compare trees, NaN and infinities included."""
+    """Compare trees, NaN and infinities included.
+
+    A kernel and the reference differ in the last bits; a derivative multiplies that.
+    """
     if tolerance is None:
         in_16_bits = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(expected))
-        tolerance = 2e-2 if in_16_bits else 1e-5
+        tolerance = 2e-2 if in_16_bits else 1e-4
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == e.shape and a.dtype == e.dtype
         a, e = (np.asarray(x.astype(jnp.float32)) for x in (a, e))

@@ -357,6 +357,33 @@ def test_one_program_for_all_lengths():
 
 
 @pytest.mark.gpu
+def test_twenty_layers_in_one_program():
+    """A decode step recorded once and replayed with other lengths, against a program per layer."""
+    case = Case(128, seqlen_q=1, seqlen_k=700, batch=4, heads=8)
+    (q, *_), caches = make(case), []
+    for layer in range(20):
+        keys = jax.random.split(jax.random.key(layer))
+        caches.append([jax.random.normal(key, (4, 700, 2, 128), q.dtype) for key in keys])
+
+    def attend(q, k, v, lengths):
+        return q + fa.flash_attention(q, k, v, seqused_k=lengths, causal=True, implementation=BEST)
+
+    @jax.jit
+    def step(q, caches, lengths):
+        for k, v in caches:
+            q = attend(q, k, v, lengths)
+        return q
+
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        lengths = rng.integers(0, 701, 4).astype(np.int32)
+        expected = q
+        for k, v in caches:
+            expected = jax.jit(attend)(expected, k, v, lengths)
+        np.testing.assert_array_equal(step(q, caches, lengths), expected)
+
+
+@pytest.mark.gpu
 def test_r12_cache_of_more_than_2_to_the_31_elements():
     """The last sequence lies beyond; two caches, so that k and v are not one array."""
     batch, seqlen, heads_kv, dim = 9, 262_145, 8, 128

@@ -120,34 +120,18 @@ void backward(cudaStream_t stream, ffi::RemainingArgs operands, ffi::RemainingRe
   arguments.dlse = static_cast<const float*>(operand(kArgDlse).untyped_data());
 
   size_t next = kNumArrays;
-  problem.sequences = 1;
-  if (problem.has_cu_seqlens) {
-    const Dimensions shape = operand(next).dimensions();
-    require(shape.size() == b + 2 && shape[b + 1] >= 1, "cu_seqlens_q: wrong dtype or shape");
-    problem.sequences = shape[b + 1] - 1;
-  }
-  const auto take_descriptor = [&](const char* name, BackwardOperand at, int64_t size) {
+  const auto take = [&](const char* name, BackwardOperand at, int64_t offsets) {
     const ffi::AnyBuffer buffer = operand(next++);
-    const Dimensions shape = buffer.dimensions();
-    // Equal for all heads; the partitioner wants them repeated, and the first copy is read.
-    require(buffer.element_type() == ffi::S32 && shape.size() == b + 2 &&
-                (shape[b] == 1 || shape[b] == problem.heads_kv) && shape[b + 1] == size,
-            std::string(name) + ": wrong dtype or shape");
-    steps[at] = batch_steps(name, shape, dq, b, shape[b] * size);
-    return static_cast<const int32_t*>(buffer.untyped_data());
+    if (at == kBackwardCuSeqlensQ) problem.sequences = sequences_of(name, buffer);
+    return descriptor(name, buffer, dq, b, problem.heads_kv, problem.sequences + offsets,
+                      steps[at]);
   };
   if (problem.has_cu_seqlens) {
-    arguments.cu_seqlens_q =
-        take_descriptor("cu_seqlens_q", kBackwardCuSeqlensQ, problem.sequences + 1);
-    arguments.cu_seqlens_k =
-        take_descriptor("cu_seqlens_k", kBackwardCuSeqlensK, problem.sequences + 1);
+    arguments.cu_seqlens_q = take("cu_seqlens_q", kBackwardCuSeqlensQ, 1);
+    arguments.cu_seqlens_k = take("cu_seqlens_k", kBackwardCuSeqlensK, 1);
   }
-  if (problem.has_seqused_q) {
-    arguments.seqused_q = take_descriptor("seqused_q", kBackwardSequsedQ, problem.sequences);
-  }
-  if (problem.has_seqused_k) {
-    arguments.seqused_k = take_descriptor("seqused_k", kBackwardSequsedK, problem.sequences);
-  }
+  if (problem.has_seqused_q) arguments.seqused_q = take("seqused_q", kBackwardSequsedQ, 0);
+  if (problem.has_seqused_k) arguments.seqused_k = take("seqused_k", kBackwardSequsedK, 0);
 
   arguments.dq = result(0).untyped_data();
   arguments.dk = result(1).untyped_data();

@@ -71,13 +71,8 @@ void epilogue(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Result<ffi:
     arguments.statistic[i] = static_cast<const float*>(statistic.untyped_data());
   }
   const auto take_descriptor = [&](const char* name, EpilogueOperand operand, int64_t length) {
-    const ffi::AnyBuffer descriptor = take(name, ffi::S32, b + 2);
-    const Dimensions shape = descriptor.dimensions();
-    // Equal for all heads; the partitioner wants them repeated, and the first copy is read.
-    require((shape[b] == 1 || shape[b] == problem.heads_kv) && shape[b + 1] == length,
-            std::string(name) + ": wrong shape");
-    steps[operand] = batch_steps(name, shape, out, b, shape[b] * length);
-    return static_cast<const int32_t*>(descriptor.untyped_data());
+    return descriptor(name, take(name, ffi::S32, b + 2), out, b, problem.heads_kv, length,
+                      steps[operand]);
   };
   if (has_cu_seqlens) {
     arguments.cu_seqlens = take_descriptor("cu_seqlens", kCuSeqlens, problem.sequences + 1);

@@ -105,20 +105,11 @@ void forward(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBu
               2 * size_t{problem.has_cu_seqlens} + problem.has_seqused_q + problem.has_seqused_k,
           "forward: wrong number of operands");
   size_t next = 0;
-  // `extra`: 1 for offsets, of which there is one more than sequences.
-  const auto take = [&](const char* name, ForwardOperand operand, int64_t extra) {
+  const auto take = [&](const char* name, ForwardOperand operand, int64_t offsets) {
     const ffi::AnyBuffer buffer = descriptors.get<ffi::AnyBuffer>(next++).value();
-    const Dimensions shape = buffer.dimensions();
-    require(buffer.element_type() == ffi::S32 && shape.size() == b + 2,
-            std::string(name) + ": wrong dtype or rank");
-    const int64_t sequences = shape[b + 1] - extra;
-    if (operand == kForwardCuSeqlensQ) problem.sequences = sequences;
-    // Equal for all heads; the partitioner wants them repeated, and the first copy is read.
-    require((shape[b] == 1 || shape[b] == problem.heads_kv) && sequences == problem.sequences &&
-                sequences >= 0,
-            std::string(name) + ": wrong shape");
-    steps[operand] = batch_steps(name, shape, out, b, shape[b] * shape[b + 1]);
-    return static_cast<const int32_t*>(buffer.untyped_data());
+    if (operand == kForwardCuSeqlensQ) problem.sequences = sequences_of(name, buffer);
+    return descriptor(name, buffer, out, b, problem.heads_kv, problem.sequences + offsets,
+                      steps[operand]);
   };
   if (problem.has_cu_seqlens) {
     arguments.cu_seqlens_q = take("cu_seqlens_q", kForwardCuSeqlensQ, 1);

@@ -79,6 +79,27 @@ inline std::vector<int64_t> batch_steps(const char* operand, Dimensions dimensio
   return steps;
 }
 
+// A descriptor (*b, 1 or heads, length) i32 and its steps. It is equal for all heads; the partitioner
+// wants it repeated, and the first copy is read.
+inline const int32_t* descriptor(const char* name, const ffi::AnyBuffer& buffer, Dimensions result,
+                                 size_t num_batch_dims, int64_t heads, int64_t length,
+                                 std::vector<int64_t>& steps) {
+  const Dimensions shape = buffer.dimensions();
+  require(buffer.element_type() == ffi::S32 && shape.size() == num_batch_dims + 2 &&
+              (shape[num_batch_dims] == 1 || shape[num_batch_dims] == heads) &&
+              shape[num_batch_dims + 1] == length,
+          std::string(name) + ": wrong dtype or shape");
+  steps = batch_steps(name, shape, result, num_batch_dims, shape[num_batch_dims] * length);
+  return static_cast<const int32_t*>(buffer.untyped_data());
+}
+
+// Sequences that an operand of offsets (*b, heads, N + 1) separates.
+inline int64_t sequences_of(const char* name, const ffi::AnyBuffer& offsets) {
+  const Dimensions shape = offsets.dimensions();
+  require(shape.size() > 0 && shape.back() > 0, std::string(name) + ": wrong shape");
+  return shape.back() - 1;
+}
+
 // Runs a handler's body and turns what it throws into the error the user sees as a Python
 // exception.
 template <typename Body>

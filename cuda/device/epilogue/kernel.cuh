@@ -68,7 +68,8 @@ __device__ inline int find_sequence_in_warp(const int32_t* cu_seqlens, int num_s
   const int at = __popc(__ballot_sync(~0u, offset <= first_token)) - 1;
   begin = __shfl_sync(~0u, offset, max(at, 0));
   const int end = __shfl_sync(~0u, offset, min(at + 1, kWarpSize - 1));
-  if (at >= 0 && begin <= token && token < end && low + at < num_sequences) return low + at;
+  const bool known = at >= 0 && at + 1 < count;  // both ends of the sequence
+  if (known && begin <= token && token < end) return low + at;
   const int sequence =
       find_sequence([&](int i) { return __ldg(cu_seqlens + i); }, num_sequences, token);
   if (sequence >= 0) begin = __ldg(cu_seqlens + sequence);
