@@ -142,20 +142,17 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     // The other warpgroup's rows of K are read as well, for dQ, but not before dS is written.
     this->zero_keys(tile);
 
-    const auto wait_for_queries = [&] {
-      FullBarrier::wait(&smem_.q_full[ring_.stage], ring_.phase);
-      this->zero_q(tile, walk.block, ring_.stage);
-      FullBarrier::wait(&smem_.dout_full[ring_.stage], ring_.phase);
-      this->zero_dout(tile, walk.block, ring_.stage);
-    };
-    wait_for_queries();
-
     FA_NO_UNROLL
     while (true) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
       const int block = walk.block;
+      // S^T starts before anything is known of dO.
+      FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
+      this->zero_q(tile, block, ring.stage);
       multiply_scores(0, stage);
+      FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
+      this->zero_dout(tile, block, ring.stage);
       multiply_dp(0, stage);
 
       const float* const lse = smem_.statistics[ring.stage];
@@ -211,14 +208,11 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       warpgroup_wait<kParts>();
       fence_registers(dq);
       hand_over_dq(dq);
-      ring_.advance();
-      const bool more = walk.advance(tile, params_.workspace.q_slots);
-      // Before dK is complete, so that S^T follows it at once.
-      if (more) wait_for_queries();
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
-      if (!more) break;
+      ring_.advance();
+      if (!walk.advance(tile, params_.workspace.q_slots)) break;
     }
   }
 

@@ -119,7 +119,11 @@ struct BackwardTileSlots {
     uint32_t phase = 0;
     uint32_t loaded_phase = 0;
     const int step = static_cast<int>(gridDim.x);
-    for (int index = blockIdx.x;;) {
+    // Where tiles wait for one another, those with lower numbers must be in work, and the first ones
+    // come from the counter as well: a CTA may start late. Elsewhere the first is the CTA's number.
+    const bool ordered = params.turns != nullptr;
+    const int first_counted = ordered ? 0 : step;
+    for (int index = ordered ? atomicAdd(params.tile_counter, 1) : blockIdx.x;;) {
       Barrier::wait(&empty[ring.stage], ring.phase ^ 1);
       BackwardTile& next = tile[ring.stage];
       next.more = index < params.num_tiles;
@@ -137,7 +141,7 @@ struct BackwardTileSlots {
       }
       Barrier::wait(&loaded, loaded_phase);
       loaded_phase ^= 1;
-      index = step + atomicAdd(params.tile_counter, 1);
+      index = first_counted + atomicAdd(params.tile_counter, 1);
     }
   }
 };
