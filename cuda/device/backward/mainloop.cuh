@@ -142,6 +142,12 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     // The other warpgroup's rows of K are read as well, for dQ, but not before dS is written.
     this->zero_keys(tile);
 
+    // Between two GEMMs nothing waits for shared memory, which they keep busy: what a block needs of
+    // it is read ahead.
+    const QueryBlocks blocks = uniform(tile.blocks);
+    const typename Base::WholeBlocks whole(tile.valid);
+    const int ds_offset = Base::turned_offset(thread_);
+
     FA_NO_UNROLL
     while (true) {
       const Ring ring = ring_;
@@ -149,15 +155,17 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       const int block = walk.block;
       // S^T starts before anything is known of dO.
       FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
-      this->zero_q(tile, block, ring.stage);
+      this->zero_q(tile, whole, block, ring.stage);
       multiply_scores(0, stage);
       FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
-      this->zero_dout(tile, block, ring.stage);
+      this->zero_dout(tile, whole, block, ring.stage);
       multiply_dp(0, stage);
 
-      const float* const lse = smem_.statistics[ring.stage];
+      const float* const of_block = smem_.statistics[ring.stage];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
+        typename Base::Statistics statistics;
+        this->load_statistics(of_block + part * kPartM, statistics);
         // Younger than S^T of the part: its dP^T, the pairs of later parts, dV of earlier ones.
         if (part == 0) {
           warpgroup_wait<1>();
@@ -171,8 +179,9 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
             multiply_dp(1, stage);
           }
         }
-        this->exponentiate(scores[part], lse + part * kPartM);
-        if (tile.blocks.masked(block)) {
+        this->exponentiate(scores[part], statistics);
+        this->load_statistics(of_block + kBlockM + part * kPartM, statistics);
+        if (blocks.masked(block)) [[unlikely]] {
           smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
         }
         if constexpr (Traits::kDvBeforeDs) {
@@ -187,13 +196,14 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           warpgroup_wait<2 * kDv>();
         }
         fence_registers(dp[part]);
-        this->multiply_ds(scores[part], dp[part], lse + part * kPartM);
+        this->multiply_ds(scores[part], dp[part], statistics, of_block + part * kPartM);
         if constexpr (!Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
           multiply_dv(part, stage);
         }
         this->convert(dp[part], ds16[part]);
-        this->store_turned(ds16[part], smem_.ds[ring.stage], part * kPartM);
+        Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ring.stage]) + ds_offset +
+                                           part * kPartM * Base::kSwizzledRowBytes);
       }
       cutlass::arch::fence_view_async_shared();
       // All consumer threads arrive and wait: dS of the block is in shared memory.
@@ -212,7 +222,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
       ring_.advance();
-      if (!walk.advance(tile, params_.workspace.q_slots)) break;
+      if (!walk.advance(blocks, params_.workspace.q_slots)) break;
     }
   }
 

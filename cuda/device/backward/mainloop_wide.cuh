@@ -115,12 +115,13 @@ class WideMainloop : BackwardConsumer<kConfig> {
     uint32_t packed[kCountS / 2];
     const RegisterDqAdder<kConfig> adder(params_, thread_);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
+    const typename Base::WholeBlocks whole(tile.valid);
 
     FullBarrier::wait(&smem_.k_full, tile.phase);
     FullBarrier::wait(&smem_.v_full, tile.phase);
     this->zero_keys(tile);
     FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-    this->zero_q(tile, walk.block, 0);
+    this->zero_q(tile, whole, walk.block, 0);
     multiply_scores(scores);
     warpgroup_wait<0>();
     fence_registers(scores);
@@ -128,10 +129,12 @@ class WideMainloop : BackwardConsumer<kConfig> {
     FA_NO_UNROLL
     while (true) {
       FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-      this->zero_dout(tile, walk.block, 0);
+      this->zero_dout(tile, whole, walk.block, 0);
       multiply_dp(dp);
       const float* const lse = smem_.statistics[0] + first_query;
-      this->exponentiate(scores, lse);
+      typename Base::Statistics statistics;
+      this->load_statistics(lse, statistics);
+      this->exponentiate(scores, statistics);
       if (tile.blocks.masked(walk.block)) {
         smem_.mask.apply(scores, walk.block * kBlockM + first_query, thread_);
       }
@@ -141,7 +144,8 @@ class WideMainloop : BackwardConsumer<kConfig> {
       this->store_turned(packed, smem_.p, first_query);
       warpgroup_wait<0>();
       fence_registers(dp);
-      this->multiply_ds(scores, dp, lse);
+      this->load_statistics(lse + kBlockM, statistics);
+      this->multiply_ds(scores, dp, statistics, lse);
       this->convert(dp, packed);
       this->store_turned(packed, smem_.ds, first_query);
       cutlass::arch::fence_view_async_shared();
@@ -166,10 +170,10 @@ class WideMainloop : BackwardConsumer<kConfig> {
       for (int slice = 0; slice < kSlices; ++slice) multiply_dq(kSlices + slice, dq[slice]);
       if constexpr (kSlices == 2) add_slice<1>(adder, dq[0], 2, added);
       ring_.advance();
-      const bool more = walk.advance(tile, params_.workspace.q_slots);
+      const bool more = walk.advance(tile.blocks, params_.workspace.q_slots);
       if (more) {
         FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-        this->zero_q(tile, walk.block, 0);
+        this->zero_q(tile, whole, walk.block, 0);
       }
       // Also past the last block, to no purpose: under a condition it would serialise all the GEMMs.
       multiply_scores(scores);
