@@ -122,7 +122,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       } else {
         constexpr bool kRows = Traits::kDqSplit == DqSplit::rows;
         const auto r_a = thread_dq.partition_fragment_A(
-            local_tile(s_ds, Shape<_64, Int<kBlockN>, Int<Traits::kStages>>{},
+            local_tile(s_ds, Shape<_64, Int<kBlockN>, Int<Traits::kDsStages>>{},
                        make_coord(kRows ? warpgroup : 0, 0, 0)));
         const auto r_b = thread_dq.partition_fragment_B(
             local_tile(s_kt, Shape<_64, Int<kBlockN>>{}, make_coord(kRows ? 0 : warpgroup, 0)));
@@ -202,13 +202,13 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           multiply_dv(part, stage);
         }
         this->convert(dp[part], ds16[part]);
-        Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ring.stage]) + ds_offset +
+        Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ds_stage_]) + ds_offset +
                                            part * kPartM * Base::kSwizzledRowBytes);
       }
       cutlass::arch::fence_view_async_shared();
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
-      multiply_dq(stage);
+      multiply_dq(uniform(ds_stage_));
 #pragma unroll
       for (int part = 0; part < kParts; ++part) multiply_dk(part, stage);
 
@@ -222,6 +222,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
       ring_.advance();
+      ds_stage_ ^= 1;
       if (!walk.advance(blocks, params_.workspace.q_slots)) break;
     }
   }
@@ -245,6 +246,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
   }
 
   uint32_t dq_phase_ = 0;
+  int ds_stage_ = 0;
 };
 
 }  // namespace fa
