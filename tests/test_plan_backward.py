@@ -198,6 +198,8 @@ def test_tiles_and_launches():
     assert causal["dynamic"] and causal["main"]["grid"] == 132
     assert not backward(batch=8)["dynamic"]
     assert backward(batch=8, deterministic=True)["dynamic"]
+    # However few: whoever waits for another tile must know it in work.
+    assert backward(deterministic=True)["dynamic"]
     assert backward(seqlen_q=0)["main"]["grid"] == 0
 
 

@@ -120,9 +120,9 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   // With a causal mask the first keys are seen by the most queries. Additions in order go from the
   // last keys to the first (dq_turn.cuh), and so must the tiles.
   plan.order.last_first = problem.deterministic;
-  plan.dynamic =
-      plan.num_tiles > takers && (problem.deterministic || bounded || problem.has_cu_seqlens ||
-                                  problem.has_seqused_q || problem.has_seqused_k);
+  plan.dynamic = problem.deterministic ||
+                 (plan.num_tiles > takers && (bounded || problem.has_cu_seqlens ||
+                                              problem.has_seqused_q || problem.has_seqused_k));
   // Without a key or a query the kernels have nothing to add up, but dQ (dK and dV) are written.
   plan.preprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;
   plan.postprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;

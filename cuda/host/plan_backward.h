@@ -44,7 +44,7 @@ struct BackwardPlan {
   BackwardLaunch postprocess;
   int window_left;  // -1 where it excludes no key
   int window_right;
-  bool dynamic;  // tiles differ in length: a counter on the device hands them out
+  bool dynamic;  // tiles differ in length or wait for each other: a counter hands them out
   TileOrder order;
   int64_t num_tiles;
   int q_slots;  // blocks of queries of a head in the workspace

@@ -39,25 +39,24 @@ class BackwardConsumer {
     if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&empty[stage]);
   }
 
-  // The query blocks of a tile, those of each head of its group. What a block needs of the tile is
-  // read from shared memory each time: registers are scarce.
+  // The query blocks of a tile, those of each head of its group.
   struct Walk {
     int block;            // of the sequence
     int workspace_block;  // its number in the workspace
     int left;             // blocks, with this one
 
     __device__ Walk(const BackwardTile& tile, int heads)
-        : block(tile.blocks.begin),
-          workspace_block(static_cast<int>(tile.query_block) + block),
-          left((tile.blocks.end - block) * heads) {}
+        : block(uniform(tile.blocks.begin)),
+          workspace_block(uniform(static_cast<int>(tile.query_block)) + block),
+          left((uniform(tile.blocks.end) - block) * heads) {}
 
     // False: there is no next.
-    __device__ bool advance(const BackwardTile& tile, int q_slots) {
+    __device__ bool advance(const QueryBlocks& blocks, int q_slots) {
       if (--left == 0) return false;
       ++workspace_block;
-      if (++block == tile.blocks.end) {
-        block = tile.blocks.begin;
-        workspace_block += q_slots - (tile.blocks.end - block);
+      if (++block == blocks.end) {
+        block = blocks.begin;
+        workspace_block += q_slots - (blocks.end - block);
       }
       return true;
     }
@@ -96,19 +95,47 @@ class BackwardConsumer {
     meet_warpgroup();
   }
 
-  __device__ void zero_q(const BackwardTile& tile, int block, int stage) const {
-    if (cut(tile, block)) zero_queries<Traits::kPanelColumns>(smem_.q[stage], tile, block);
+  // The query blocks of which every query counts.
+  struct WholeBlocks {
+    int begin, end;
+
+    __device__ explicit WholeBlocks(const QueryRange& valid)
+        : begin(uniform(ceil_div(max(valid.begin, 0), kBlockM))),
+          end(uniform(valid.end / kBlockM)) {}
+
+    __device__ bool contain(int block) const { return block >= begin && block < end; }
+  };
+
+  __device__ void zero_q(const BackwardTile& tile, const WholeBlocks& whole, int block,
+                         int stage) const {
+    if (!whole.contain(block)) [[unlikely]] {
+      zero_queries<Traits::kPanelColumns>(smem_.q[stage], tile, block);
+    }
   }
 
-  __device__ void zero_dout(const BackwardTile& tile, int block, int stage) const {
-    if (cut(tile, block)) zero_queries<Traits::kPanelColumnsV>(smem_.dout[stage], tile, block);
+  __device__ void zero_dout(const BackwardTile& tile, const WholeBlocks& whole, int block,
+                            int stage) const {
+    if (!whole.contain(block)) [[unlikely]] {
+      zero_queries<Traits::kPanelColumnsV>(smem_.dout[stage], tile, block);
+    }
   }
 
   // ---- Arithmetic ---------------------------------------------------------------------------------
 
-  // S^T -> P^T. `lse`: of the first column's query.
-  __device__ void exponentiate(float (&scores)[kCountS], const float* lse) const {
-    if (params_.softcapped) {
+  // LSE or delta of the queries of a thread's columns, 8 g + 2 (lane % 4) and the next one.
+  using Statistics = float2[kCountS / 4];
+
+  // `of_block`: of the first column's query.
+  __device__ void load_statistics(const float* of_block, Statistics& values) const {
+#pragma unroll
+    for (int g = 0; g < kCountS / 4; ++g) {
+      values[g] = *reinterpret_cast<const float2*>(of_block + 8 * g + 2 * (thread_ % 4));
+    }
+  }
+
+  // S^T -> P^T.
+  __device__ void exponentiate(float (&scores)[kCountS], const Statistics& lse) const {
+    if (params_.softcapped) [[unlikely]] {
       // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
       const float factor = 2.f * kLog2E * params_.tanh_factor;
 #pragma unroll
@@ -119,33 +146,31 @@ class BackwardConsumer {
     const float scale = params_.softcapped ? params_.softcap_log2 : params_.scale_log2;
 #pragma unroll
     for (int g = 0; g < kCountS / 4; ++g) {
-      const float2 of_columns = statistics(lse, g);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* const s = scores + 4 * g + 2 * half;
-        s[0] = exp2_approx(fmaf(s[0], scale, -of_columns.x));
-        s[1] = exp2_approx(fmaf(s[1], scale, -of_columns.y));
+        s[0] = exp2_approx(fmaf(s[0], scale, -lse[g].x));
+        s[1] = exp2_approx(fmaf(s[1], scale, -lse[g].y));
       }
     }
   }
 
-  // dP^T -> dS^T without the scale.
+  // dP^T -> dS^T without the scale. `lse` is read again with a softcap.
   __device__ void multiply_ds(const float (&p)[kCountS], float (&dp)[kCountS],
-                              const float* lse) const {
+                              const Statistics& delta, const float* lse) const {
 #pragma unroll
     for (int g = 0; g < kCountS / 4; ++g) {
-      const float2 delta = statistics(lse + kBlockM, g);
 #pragma unroll
       for (int i = 4 * g; i < 4 * g + 4; ++i) {
-        dp[i] = p[i] * (dp[i] - (i % 2 == 0 ? delta.x : delta.y));
+        dp[i] = p[i] * (dp[i] - (i % 2 == 0 ? delta[g].x : delta[g].y));
       }
     }
-    if (params_.softcapped) {
+    if (params_.softcapped) [[unlikely]] {
       // The derivative 1 - tanh^2, with the tanh that P came from: rare enough to find it again.
       const float factor = 1.f / params_.softcap_log2;
 #pragma unroll
       for (int g = 0; g < kCountS / 4; ++g) {
-        const float2 of_columns = statistics(lse, g);
+        const float2 of_columns = *reinterpret_cast<const float2*>(lse + 8 * g + 2 * (thread_ % 4));
 #pragma unroll
         for (int i = 4 * g; i < 4 * g + 4; ++i) {
           const float tanh =
@@ -167,12 +192,19 @@ class BackwardConsumer {
   // 16 queries x 16 keys: lane l names query l % 8 + 8 (l / 16) and 8-key unit l / 8 % 2.
   __device__ void store_turned(const uint32_t (&packed)[kCountS / 2], Element* target,
                                int first_query) const {
-    const int thread = opaque(thread_);
+    store_turned(packed, reinterpret_cast<char*>(target) + turned_offset(opaque(thread_)) +
+                             first_query * kSwizzledRowBytes);
+  }
+
+  // Where the thread's first vector lies in a block.
+  static __device__ int turned_offset(int thread) {
     const int lane = thread % kWarpSize;
     const int query = lane % 8 + lane / 16 * 8;
     const int key = (thread / kWarpSize * 16 + lane / 8 % 2 * 8) % kBlockN;
-    char* const at = reinterpret_cast<char*>(target) +
-                     output_offset_bytes(first_query + query, key, kBlockM, kBlockN);
+    return static_cast<int>(output_offset_bytes(query, key, kBlockM, kBlockN));
+  }
+
+  static __device__ void store_turned(const uint32_t (&packed)[kCountS / 2], char* at) {
 #pragma unroll
     for (int i = 0; i < kCountS / 8; ++i) {
       cute::SM90_U16x8_STSM_T::copy(
@@ -186,14 +218,9 @@ class BackwardConsumer {
   const int thread_;
   Ring ring_;  // the block of Q and dO to be multiplied next
 
- private:
   static constexpr int kSwizzledRowBytes = 128;
 
-  // Are there queries in the block whose Q and dO do not count?
-  static __device__ bool cut(const BackwardTile& tile, int block) {
-    return block * kBlockM < tile.valid.begin || block * kBlockM + kBlockM > tile.valid.end;
-  }
-
+ private:
   template <int kPanelColumns, int kElements>
   __device__ void zero_queries(Element (&queries)[kElements], const BackwardTile& tile,
                                int block) const {
@@ -209,11 +236,6 @@ class BackwardConsumer {
     cutlass::arch::fence_view_async_shared();
     NamedBarrier::sync(kWarpgroupSize,
                        Traits::kWarpgroupBarrier + opaque(thread_) / kWarpgroupSize);
-  }
-
-  // Statistics of columns 8 g + 2 (lane % 4) and the next one.
-  __device__ float2 statistics(const float* of_block, int g) const {
-    return *reinterpret_cast<const float2*>(of_block + 8 * g + 2 * (thread_ % 4));
   }
 };
 

@@ -122,7 +122,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       } else {
         constexpr bool kRows = Traits::kDqSplit == DqSplit::rows;
         const auto r_a = thread_dq.partition_fragment_A(
-            local_tile(s_ds, Shape<_64, Int<kBlockN>, Int<Traits::kStages>>{},
+            local_tile(s_ds, Shape<_64, Int<kBlockN>, Int<Traits::kDsStages>>{},
                        make_coord(kRows ? warpgroup : 0, 0, 0)));
         const auto r_b = thread_dq.partition_fragment_B(
             local_tile(s_kt, Shape<_64, Int<kBlockN>>{}, make_coord(kRows ? 0 : warpgroup, 0)));
@@ -142,25 +142,30 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     // The other warpgroup's rows of K are read as well, for dQ, but not before dS is written.
     this->zero_keys(tile);
 
-    const auto wait_for_queries = [&] {
-      FullBarrier::wait(&smem_.q_full[ring_.stage], ring_.phase);
-      this->zero_q(tile, walk.block, ring_.stage);
-      FullBarrier::wait(&smem_.dout_full[ring_.stage], ring_.phase);
-      this->zero_dout(tile, walk.block, ring_.stage);
-    };
-    wait_for_queries();
+    // Between two GEMMs nothing waits for shared memory, which they keep busy: what a block needs of
+    // it is read ahead.
+    const QueryBlocks blocks = uniform(tile.blocks);
+    const typename Base::WholeBlocks whole(tile.valid);
+    const int ds_offset = Base::turned_offset(thread_);
 
     FA_NO_UNROLL
     while (true) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
       const int block = walk.block;
+      // S^T starts before anything is known of dO.
+      FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
+      this->zero_q(tile, whole, block, ring.stage);
       multiply_scores(0, stage);
+      FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
+      this->zero_dout(tile, whole, block, ring.stage);
       multiply_dp(0, stage);
 
-      const float* const lse = smem_.statistics[ring.stage];
+      const float* const of_block = smem_.statistics[ring.stage];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
+        typename Base::Statistics statistics;
+        this->load_statistics(of_block + part * kPartM, statistics);
         // Younger than S^T of the part: its dP^T, the pairs of later parts, dV of earlier ones.
         if (part == 0) {
           warpgroup_wait<1>();
@@ -174,8 +179,9 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
             multiply_dp(1, stage);
           }
         }
-        this->exponentiate(scores[part], lse + part * kPartM);
-        if (tile.blocks.masked(block)) {
+        this->exponentiate(scores[part], statistics);
+        this->load_statistics(of_block + kBlockM + part * kPartM, statistics);
+        if (blocks.masked(block)) [[unlikely]] {
           smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
         }
         if constexpr (Traits::kDvBeforeDs) {
@@ -190,18 +196,19 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           warpgroup_wait<2 * kDv>();
         }
         fence_registers(dp[part]);
-        this->multiply_ds(scores[part], dp[part], lse + part * kPartM);
+        this->multiply_ds(scores[part], dp[part], statistics, of_block + part * kPartM);
         if constexpr (!Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
           multiply_dv(part, stage);
         }
         this->convert(dp[part], ds16[part]);
-        this->store_turned(ds16[part], smem_.ds[ring.stage], part * kPartM);
+        Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ds_stage_]) + ds_offset +
+                                           part * kPartM * Base::kSwizzledRowBytes);
       }
       cutlass::arch::fence_view_async_shared();
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
-      multiply_dq(stage);
+      multiply_dq(uniform(ds_stage_));
 #pragma unroll
       for (int part = 0; part < kParts; ++part) multiply_dk(part, stage);
 
@@ -211,14 +218,12 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       warpgroup_wait<kParts>();
       fence_registers(dq);
       hand_over_dq(dq);
-      ring_.advance();
-      const bool more = walk.advance(tile, params_.workspace.q_slots);
-      // Before dK is complete, so that S^T follows it at once.
-      if (more) wait_for_queries();
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
-      if (!more) break;
+      ring_.advance();
+      ds_stage_ ^= 1;
+      if (!walk.advance(blocks, params_.workspace.q_slots)) break;
     }
   }
 
@@ -241,6 +246,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
   }
 
   uint32_t dq_phase_ = 0;
+  int ds_stage_ = 0;
 };
 
 }  // namespace fa

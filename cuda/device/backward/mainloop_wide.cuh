@@ -142,28 +142,33 @@ class WideMainloop : BackwardConsumer<kConfig> {
     const RegisterDqAdder<kConfig> adder(params_,
                                          thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
+    const typename Base::WholeBlocks whole(tile.valid);
 
     FullBarrier::wait(&smem_.k_full, tile.phase);
     FullBarrier::wait(&smem_.v_full, tile.phase);
     FullBarrier::wait(&smem_.peer_k_full, tile.phase);
     this->zero_keys(tile);
     FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-    this->zero_q(tile, walk.block, 0);
+    this->zero_q(tile, whole, walk.block, 0);
     multiply_scores(scores);
     FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-    this->zero_dout(tile, walk.block, 0);
+    this->zero_dout(tile, whole, walk.block, 0);
     multiply_dp(dp);
+    // LSE of the block and then delta, read before the waits that they would otherwise come after.
+    typename Base::Statistics statistics;
+    const float* const lse = smem_.statistics[0] + first_query;
+    this->load_statistics(lse, statistics);
     warpgroup_wait<0>();
     fence_registers(scores);
     fence_registers(dp);
 
     FA_NO_UNROLL
     while (true) {
-      const float* const lse = smem_.statistics[0] + first_query;
-      this->exponentiate(scores, lse);
+      this->exponentiate(scores, statistics);
       if (tile.blocks.masked(walk.block)) {
         smem_.mask.apply(scores, walk.block * kBlockM + first_query, thread_);
       }
+      this->load_statistics(lse + kBlockM, statistics);
       this->convert(scores, packed);
       // The other warpgroup's threads have arrived, these arrive and wait: its dV of the block before
       // has read P.
@@ -174,7 +179,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // block before reads dS any more.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
       multiply_dv();
-      this->multiply_ds(scores, dp, lse);
+      this->multiply_ds(scores, dp, statistics, lse);
       this->convert(dp, packed);
       // The other CTA has multiplied the block before's dS.
       FullBarrier::wait(&smem_.ds_taken, ring_.phase ^ 1);
@@ -198,10 +203,10 @@ class WideMainloop : BackwardConsumer<kConfig> {
       const int added_block = walk.block;
       const int added = walk.workspace_block;
       ring_.advance();
-      const bool more = walk.advance(tile, params_.workspace.q_slots);
+      const bool more = walk.advance(tile.blocks, params_.workspace.q_slots);
       if (more) {
         FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-        this->zero_q(tile, walk.block, 0);
+        this->zero_q(tile, whole, walk.block, 0);
       }
       // These two also past the last block, to no purpose: under a condition they would serialise all
       // the GEMMs.
@@ -213,10 +218,11 @@ class WideMainloop : BackwardConsumer<kConfig> {
       adder.template add<0, kCountDq / 2>(dq, added);
       if (more) {
         FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-        this->zero_dout(tile, walk.block, 0);
+        this->zero_dout(tile, whole, walk.block, 0);
       }
       multiply_dp(dp);
       adder.template add<kCountDq / 2, kCountDq>(dq, added);
+      this->load_statistics(lse, statistics);
       warpgroup_wait<0>();
       fence_registers(scores);
       fence_registers(dp);

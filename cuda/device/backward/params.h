@@ -109,7 +109,8 @@ struct BackwardParams {
   Sequences sequences;
   TileOrder order;  // row blocks: slots of keys; heads: of keys, of all batch indices
   int num_tiles;
-  int* tile_counter;  // null: CTA c takes tiles c, c + gridDim, ...; else 0 at the kernel's start
+  int* tile_counter;  // null: CTA c takes tiles c, c + gridDim, ...; else 0 at the kernel's start.
+                      // Never null with `turns`
   int* turns;  // (batch, head, slot, turn of the block), 0 at the kernel's start; null: dQ adds in
                // any order
   int heads_kv;  // per batch index

@@ -127,9 +127,16 @@ struct BackwardTileSlots {
   __device__ void schedule(const BackwardParams& params) {
     Ring ring;
     uint32_t phase = 0;
-    uint32_t number_phase = 0;
+    uint32_t loaded_phase = 0;
+    uint32_t claim_phase = 0;
     const int step = static_cast<int>(gridDim.x) / kCtas;
-    for (int index = static_cast<int>(blockIdx.x) / kCtas;;) {
+    // Where tiles wait for one another, those with lower numbers must be in work, and the first ones
+    // come from the counter as well: a CTA may start late. Elsewhere the first is the CTA's number.
+    const bool ordered = params.turns != nullptr;
+    const int first_counted = ordered ? 0 : step;
+    for (int index = ordered ? claim<kCtas>(params, claim_phase)
+                             : static_cast<int>(blockIdx.x) / kCtas;
+         ;) {
       Barrier::wait(&empty[ring.stage], ring.phase ^ 1);
       BackwardTile& next = tile[ring.stage];
       next.more = index < params.num_tiles;
@@ -145,24 +152,30 @@ struct BackwardTileSlots {
         index += step;
         continue;
       }
-      if (kCtas == 1 || cluster_rank() == 0) {
-        Barrier::wait(&loaded, number_phase);
-        index = step + atomicAdd(params.tile_counter, 1);
-        if constexpr (kCtas > 1) tell_peer(index, number_phase);
-      } else {
-        wait_for_peer(&number_full, number_phase);
-        index = number;
-        release_to_peer(&number_taken);
-      }
-      number_phase ^= 1;
+      Barrier::wait(&loaded, loaded_phase);
+      loaded_phase ^= 1;
+      index = first_counted + claim<kCtas>(params, claim_phase);
     }
   }
 
  private:
-  __device__ void tell_peer(int index, uint32_t phase) {
-    wait_for_peer(&number_taken, phase ^ 1);
-    store_to_peer(&number, index);
-    release_to_peer(&number_full);
+  // The counter's next number. CTA 0 of a cluster takes it and tells the other one.
+  template <int kCtas>
+  __device__ int claim(const BackwardParams& params, uint32_t& phase) {
+    if constexpr (kCtas == 1) return atomicAdd(params.tile_counter, 1);
+    int index;
+    if (cluster_rank() == 0) {
+      index = atomicAdd(params.tile_counter, 1);
+      wait_for_peer(&number_taken, phase ^ 1);
+      store_to_peer(&number, index);
+      release_to_peer(&number_full);
+    } else {
+      wait_for_peer(&number_full, phase);
+      index = number;
+      release_to_peer(&number_taken);
+    }
+    phase ^= 1;
+    return index;
   }
 };
 

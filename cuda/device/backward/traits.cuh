@@ -101,7 +101,7 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
   static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
   // With two stages one barrier per block keeps dS apart: whoever writes a stage again has passed
   // the barrier of the block between, which every warpgroup reaches after it has read the stage.
-  static_assert(kStages == 2);
+  static constexpr int kDsStages = 2;
 
   // A block of 128 queries is taken in two parts, the second's S^T and dP^T under the first's
   // exponentials.
@@ -111,7 +111,7 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
   // and dP^T do that, and the registers would not suffice for both.
   static constexpr bool kDvBeforeDs = kParts == 1;
 
-  using LayoutDs = typename All::template KMajor<64, kBlockM, kBlockN, kStages>;
+  using LayoutDs = typename All::template KMajor<64, kBlockM, kBlockN, kDsStages>;
   template <int kColumns, int kDepth>
   using MmaRs = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float,
@@ -131,7 +131,7 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
     Element v[kBlockN * kHeadDimV];  // dV on top of it
     Element q[kStages][kBlockM * kHeadDim];
     Element dout[kStages][kBlockM * kHeadDimV];
-    Element ds[kStages][kBlockM * kBlockN];
+    Element ds[kDsStages][kBlockM * kBlockN];
     float dq[kWarpgroups][kBlockM * kHeadDim / kWarpgroups];
     float statistics[kStages][2 * kBlockM];  // LSE, delta
     QueryMask<kBlockN> mask;
