@@ -108,6 +108,18 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           part_of_columns(typename Traits::LayoutDoutt{}, smem_.dout[0], part));
       issue_gemm_rs<typename Traits::MmaDv>(as_operand(p16[part]), r_doutt(_, _, _, stage), r_dv);
     };
+    // Half of the queries of a block in one part.
+    const auto multiply_half_dv = [&](int half, int stage) {
+      const auto r_p = make_tensor(
+          make_rmem_ptr(reinterpret_cast<Element*>(p16[0] + half * (kCountS / 4))),
+          Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 32>>>{});
+      constexpr int kColumns = Traits::kHeadDimV;
+      const auto r_doutt = thread_dv.partition_fragment_B(
+          local_tile(make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDoutt{}),
+                     Shape<Int<kColumns>, Int<kPartM / 2>, Int<Traits::kStages>>{},
+                     make_coord(0, half, 0)));
+      issue_gemm_rs<typename Traits::MmaDv>(r_p, r_doutt(_, _, _, stage), r_dv);
+    };
     const auto multiply_dk = [&](int part, int stage) {
       const auto r_qt = thread_dk.partition_fragment_B(
           part_of_columns(typename Traits::LayoutQt{}, smem_.q[0], part));
@@ -186,7 +198,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
         }
         if constexpr (Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
-          multiply_dv(part, stage);
+          multiply_half_dv(0, stage);
         }
         // Younger than dP^T of the part: the pairs of later parts, dV of this and earlier ones.
         constexpr int kDv = Traits::kDvBeforeDs ? 1 : 0;
@@ -209,15 +221,27 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
       multiply_dq(uniform(ds_stage_));
+      // The other half comes after dQ, so that the hand-over has time under GEMMs that leave shared
+      // memory some.
+      if constexpr (Traits::kDvBeforeDs) multiply_half_dv(1, stage);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) multiply_dk(part, stage);
 
-      warpgroup_wait<1 + kParts>();
-      fence_registers(dv);
-      this->release(smem_.dout_empty, ring.stage);
-      warpgroup_wait<kParts>();
-      fence_registers(dq);
-      hand_over_dq(dq);
+      if constexpr (Traits::kDvBeforeDs) {
+        warpgroup_wait<2>();
+        fence_registers(dq);
+        hand_over_dq(dq);
+        warpgroup_wait<1>();
+        fence_registers(dv);
+        this->release(smem_.dout_empty, ring.stage);
+      } else {
+        warpgroup_wait<1 + kParts>();
+        fence_registers(dv);
+        this->release(smem_.dout_empty, ring.stage);
+        warpgroup_wait<kParts>();
+        fence_registers(dq);
+        hand_over_dq(dq);
+      }
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
