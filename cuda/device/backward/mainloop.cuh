@@ -200,18 +200,18 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           this->convert(scores[part], p16[part]);
           multiply_half_dv(0, stage);
         }
-        // Younger than dP^T of the part: the pairs of later parts, dV of this and earlier ones.
-        constexpr int kDv = Traits::kDvBeforeDs ? 1 : 0;
-        if (part == 0) {
-          warpgroup_wait<2 * (kParts - 1) + kDv>();
+        // Younger than dP^T of the part: with one part half of dV; the second part's pair, or the
+        // first one's dV.
+        if (kParts == 2 && part == 0) {
+          warpgroup_wait<2>();
         } else {
-          warpgroup_wait<2 * kDv>();
+          warpgroup_wait<1>();
         }
         fence_registers(dp[part]);
         this->multiply_ds(scores[part], dp[part], statistics, of_block + part * kPartM);
         if constexpr (!Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
-          multiply_dv(part, stage);
+          if (part == 0) multiply_dv(0, stage);
         }
         this->convert(dp[part], ds16[part]);
         Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ds_stage_]) + ds_offset +
@@ -223,25 +223,20 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       multiply_dq(uniform(ds_stage_));
       // The other half comes after dQ, so that the hand-over has time under GEMMs that leave shared
       // memory some.
-      if constexpr (Traits::kDvBeforeDs) multiply_half_dv(1, stage);
+      if constexpr (kParts == 1) {
+        multiply_half_dv(1, stage);
+      } else {
+        multiply_dv(1, stage);
+      }
 #pragma unroll
       for (int part = 0; part < kParts; ++part) multiply_dk(part, stage);
 
-      if constexpr (Traits::kDvBeforeDs) {
-        warpgroup_wait<2>();
-        fence_registers(dq);
-        hand_over_dq(dq);
-        warpgroup_wait<1>();
-        fence_registers(dv);
-        this->release(smem_.dout_empty, ring.stage);
-      } else {
-        warpgroup_wait<1 + kParts>();
-        fence_registers(dv);
-        this->release(smem_.dout_empty, ring.stage);
-        warpgroup_wait<kParts>();
-        fence_registers(dq);
-        hand_over_dq(dq);
-      }
+      warpgroup_wait<1 + kParts>();
+      fence_registers(dq);
+      hand_over_dq(dq);
+      warpgroup_wait<kParts>();
+      fence_registers(dv);
+      this->release(smem_.dout_empty, ring.stage);
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
