@@ -25,8 +25,8 @@
 //   k_full, v_full, peer_k_full   consumers wait; Q (dO, K, V, the other CTA's K) is there
 //   q_empty[s], dout_empty[s]     one lane of each consumer warp arrives when its wgmma has read;
 //                                 the producer waits; the stage is free
-//   kv_empty                      one lane of each consumer warp arrives when dK and dV have left
-//                                 shared memory; the producer waits; K and V may be loaded
+//   kv_empty                      one lane of each consumer warp arrives when its last wgmma of the
+//                                 tile has read; the producer waits; K and V may be loaded
 //   dq_full[w]                    one lane of each warp of w arrives; the adder waits; w's part of
 //                                 dQ is in shared memory
 //   dq_empty[w]                   the adder arrives, 1; w waits; the part has been read
@@ -53,7 +53,6 @@ __device__ void backward_consumer(const BackwardParams& params,
   using Traits = BackwardTraits<kConfig>;
   using Mainloop =
       std::conditional_t<Traits::kWide, WideMainloop<kConfig>, NarrowMainloop<kConfig>>;
-  using NamedBarrier = cutlass::arch::NamedBarrier;
   Mainloop mainloop(params, smem, thread);
   BackwardTileSlots::Ring slot;
   for (;; smem.tiles.release(slot, thread)) {
@@ -70,24 +69,11 @@ __device__ void backward_consumer(const BackwardParams& params,
     mainloop.run(tile, dk, dv);
     // What follows from it would spill if it were kept through the main loop.
     thread = opaque(thread);
-    // A warpgroup's own keys of V are read by itself only.
-    if constexpr (!Traits::kWide) {
-      gradients.template to_shared<Traits::kHeadDimV>(dv, 1.f, smem.v, thread);
-    }
-    // All consumer threads arrive and wait: no wgmma of the tile reads K, nor shared keys of V, any
-    // more.
-    NamedBarrier::sync(Traits::kConsumerThreads, Traits::kKRead);
-    if constexpr (Traits::kWide) {
-      gradients.template to_shared<Traits::kHeadDimV>(dv, 1.f, smem.v, thread);
-    }
-    gradients.template to_shared<Traits::kHeadDim>(dk, params.scale, smem.k, thread);
-    // The threads of a warpgroup arrive and wait: its part of dK and dV is in shared memory.
-    NamedBarrier::sync(kWarpgroupSize, Traits::kWarpgroupBarrier + thread / kWarpgroupSize);
-    gradients.template to_global<Traits::kHeadDimV>(smem.v, params.dv, params.head_dim_v, thread);
-    gradients.template to_global<Traits::kHeadDim>(smem.k, params.dk, params.head_dim, thread);
-    cutlass::arch::fence_view_async_shared();
     __syncwarp();
     if (thread % kWarpSize == 0) cutlass::arch::ClusterBarrier::arrive(&smem.kv_empty);
+    gradients.template store<Traits::kHeadDimV>(dv, 1.f, params.dv, params.head_dim_v, thread);
+    gradients.template store<Traits::kHeadDim>(dk, params.scale, params.dk, params.head_dim,
+                                               thread);
   }
 }
 

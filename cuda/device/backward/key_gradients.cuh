@@ -1,11 +1,11 @@
-// dK and dV of a tile -> global memory: registers -> shared memory, on top of K and V -> 16-byte
-// stores. Each warpgroup stores what it holds: whole rows of its own 64 keys, or half of the columns of
-// the shared ones.
+// dK and dV of a tile -> global memory, straight from registers, so that the next K and V are on
+// their way meanwhile. Each warp stores what it holds: whole rows of its warpgroup's own 64 keys, or
+// half of the columns of the shared ones.
 #pragma once
 
-#include "cute/arch/copy_sm90.hpp"
 #include "device/backward/traits.cuh"
 #include "device/epilogue/convert.cuh"
+#include "device/quad_exchange.cuh"
 
 namespace fa {
 
@@ -20,37 +20,27 @@ class KeyGradients {
       : params_(params), tile_(tile) {}
 
   template <int kHeadDim>
-  __device__ static void to_shared(const float (&values)[kHeadDim / kSharers / 2], float scale,
-                                   void* smem, int thread) {
-    // One stmatrix stores 16 x 16 elements: lane l names row l % 16 and 8-column unit l / 16.
-    const int row = (thread / kWarpSize * 16 + thread % 16) % kBlockN;
-    const int column = first_column<kHeadDim>(thread) + thread % kWarpSize / 16 * 8;
+  __device__ void store(const float (&values)[kHeadDim / kSharers / 2], float scale, void* base,
+                        int head_dim, int thread) const {
+    const int q = thread % 4;
+    const int first_column = kSharers == 1 ? 0 : thread / kWarpgroupSize * (kHeadDim / kSharers);
 #pragma unroll
-    for (int group = 0; group < kHeadDim / kSharers / 16; ++group) {
-      const float* const v = values + 8 * group;
-      cute::SM90_U32x4_STSM_N::copy(
-          pack<kConfig.dtype>(v[0] * scale, v[1] * scale),
-          pack<kConfig.dtype>(v[2] * scale, v[3] * scale),
-          pack<kConfig.dtype>(v[4] * scale, v[5] * scale),
-          pack<kConfig.dtype>(v[6] * scale, v[7] * scale),
-          *reinterpret_cast<cute::uint128_t*>(
-              static_cast<char*>(smem) +
-              output_offset_bytes(row, 16 * group + column, kBlockN, kHeadDim)));
-    }
-  }
-
-  template <int kHeadDim>
-  __device__ void to_global(const void* smem, void* base, int head_dim, int thread) const {
-    constexpr int kUnits = kHeadDim / kSharers / 8;
-    const int first_row = thread / kWarpgroupSize * kRowsPerWarpgroup % kBlockN;
+    for (int half = 0; half < 2; ++half) {
+      const int row = accumulator_coordinate(thread, 2 * half).row % kBlockN;
+      uint4* const target = vector(base, head_dim, row, first_column + 8 * q);
 #pragma unroll
-    for (int i = 0; i < kRowsPerWarpgroup * kUnits / kWarpgroupSize; ++i) {
-      const int index = i * kWarpgroupSize + thread % kWarpgroupSize;
-      const int row = first_row + index / kUnits;
-      const int column = first_column<kHeadDim>(thread) + index % kUnits * 8;
-      if (row >= tile_.num_rows || column >= head_dim) continue;
-      *vector(base, head_dim, row, column) = *reinterpret_cast<const uint4*>(
-          static_cast<const char*>(smem) + output_offset_bytes(row, column, kBlockN, kHeadDim));
+      for (int column = 0; column < kHeadDim / kSharers; column += 32) {
+        const float* const v = values + column / 2 + 2 * half;
+        uint32_t group[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          group[i] = pack<kConfig.dtype>(v[4 * i] * scale, v[4 * i + 1] * scale);
+        }
+        transpose_in_quad(group, q);
+        if (row < tile_.num_rows && first_column + column + 8 * q < head_dim) {
+          target[column / 8] = uint4{group[0], group[1], group[2], group[3]};
+        }
+      }
     }
   }
 
@@ -64,11 +54,6 @@ class KeyGradients {
   }
 
  private:
-  template <int kHeadDim>
-  __device__ static int first_column(int thread) {
-    return kSharers == 1 ? 0 : thread / kWarpgroupSize * (kHeadDim / kSharers);
-  }
-
   __device__ uint4* vector(void* base, int head_dim, int row, int column) const {
     return reinterpret_cast<uint4*>(
         static_cast<uint16_t*>(base) +

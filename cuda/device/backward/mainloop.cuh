@@ -110,14 +110,13 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     };
     // Half of the queries of a block in one part.
     const auto multiply_half_dv = [&](int half, int stage) {
-      const auto r_p = make_tensor(
-          make_rmem_ptr(reinterpret_cast<Element*>(p16[0] + half * (kCountS / 4))),
-          Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 32>>>{});
+      const auto r_p =
+          make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p16[0] + half * (kCountS / 4))),
+                      Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 32>>>{});
       constexpr int kColumns = Traits::kHeadDimV;
-      const auto r_doutt = thread_dv.partition_fragment_B(
-          local_tile(make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDoutt{}),
-                     Shape<Int<kColumns>, Int<kPartM / 2>, Int<Traits::kStages>>{},
-                     make_coord(0, half, 0)));
+      const auto r_doutt = thread_dv.partition_fragment_B(local_tile(
+          make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDoutt{}),
+          Shape<Int<kColumns>, Int<kPartM / 2>, Int<Traits::kStages>>{}, make_coord(0, half, 0)));
       issue_gemm_rs<typename Traits::MmaDv>(r_p, r_doutt(_, _, _, stage), r_dv);
     };
     const auto multiply_dk = [&](int part, int stage) {

@@ -4,8 +4,8 @@
 //
 //   per tile, for each head of the group, query blocks in ascending order:   Q dO Q' dO' ...
 //
-// Q and dO of the next tile are on their way while the consumers still finish this one; K and V
-// wait, since dK and dV lie on them. Q and dO are read again by the tiles of other keys and stay in
+// Q and dO of the next tile are on their way while the consumers still finish this one, K and V while
+// they store dK and dV. Q and dO are read again by the tiles of other keys and stay in
 // L2 (evict last); K and V are read once (evict first).
 #pragma once
 

@@ -75,13 +75,11 @@ struct BackwardTraitsOfAll {
   using MmaDp = MmaSs<16, kHeadDimV, cute::GMMA::Major::K, cute::GMMA::Major::K>;     // V dO^T
 
   // Named barriers. kDsWritten: all consumer threads arrive and wait; dS of the block is in shared
-  // memory. kKRead: likewise; no wgmma of the tile reads K, with wide tiles V, any more.
-  // kWarpgroupBarrier + w: the 128 threads of warpgroup w meet.
+  // memory. kWarpgroupBarrier + w: the 128 threads of warpgroup w meet.
   // With wide tiles kPWritten: all arrive and wait; P of the block is in shared memory. kPRead + w: the
   // other warpgroup arrives, w waits; the other's dV has read P.
   static constexpr int kDsWritten = 1;
-  static constexpr int kKRead = 2;
-  static constexpr int kWarpgroupBarrier = 3;
+  static constexpr int kWarpgroupBarrier = 2;
   static constexpr int kPWritten = kWarpgroupBarrier + kWarpgroups;
   static constexpr int kPRead = kPWritten + 1;
 };
@@ -127,8 +125,8 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
   static_assert(All::kDqSplit == DqSplit::rows ? kHeadDim == 64 : kHeadDim == 64 * kWarpgroups);
 
   struct alignas(1024) Smem {
-    Element k[kBlockN * kHeadDim];   // dK on top of it
-    Element v[kBlockN * kHeadDimV];  // dV on top of it
+    Element k[kBlockN * kHeadDim];
+    Element v[kBlockN * kHeadDimV];
     Element q[kStages][kBlockM * kHeadDim];
     Element dout[kStages][kBlockM * kHeadDimV];
     Element ds[kDsStages][kBlockM * kBlockN];
@@ -188,8 +186,8 @@ struct WideBackwardTraits : BackwardTraitsOfAll<kConfig> {
                                    cute::GMMA::Major::MN>>;
 
   struct alignas(1024) Smem {
-    Element k[kBlockN * kHeadDim];   // dK on top of it
-    Element v[kBlockN * kHeadDimV];  // dV on top of it
+    Element k[kBlockN * kHeadDim];
+    Element v[kBlockN * kHeadDimV];
     Element peer_k[kBlockN * kDqCtaColumns];
     Element q[kStages][kBlockM * kHeadDim];
     Element dout[kStages][kBlockM * kHeadDimV];

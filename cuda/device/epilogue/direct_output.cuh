@@ -5,13 +5,12 @@
 // Executed by each consumer warp on its own: needs no shared memory and no barrier, so that no warp
 // waits for another one and the next tile's loads wait for none. Writes O and LSE once.
 //
-// The quad exchange: of four neighbouring groups of 8 columns, thread q of a quad holds columns 2q,
-// 2q+1 of each, one register per row. A transposition of these 4 x 4 registers within the quad
-// leaves thread q with all of group q: 16-byte stores, 64 contiguous bytes per row.
+// After the quad exchange the stores have 16 bytes, 64 contiguous ones per row.
 #pragma once
 
 #include "device/epilogue/convert.cuh"
 #include "device/epilogue/output_tile.cuh"
+#include "device/quad_exchange.cuh"
 
 namespace fa {
 
@@ -59,24 +58,6 @@ struct DirectOutput {
   static __device__ void store_empty(const OutputParams& params, const OutputTile& tile,
                                      int thread) {
     store_empty_tile<uint16_t, kNumThreads>(params, tile, thread);
-  }
-
- private:
-  // Thread q's register i and thread i's register q change places, distance 1 and then 2.
-  static __device__ void transpose_in_quad(uint32_t (&x)[4], int q) {
-#pragma unroll
-    for (int distance = 1; distance < 4; distance *= 2) {
-      const bool upper = (q & distance) != 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & distance) continue;
-        uint32_t& low = x[i];
-        uint32_t& high = x[i + distance];
-        const uint32_t received = __shfl_xor_sync(~0u, upper ? low : high, distance);
-        low = upper ? received : low;
-        high = upper ? high : received;
-      }
-    }
   }
 };
 
