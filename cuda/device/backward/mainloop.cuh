@@ -5,12 +5,13 @@
 //   S^T = K Q^T   P = 2^(S - LSE)   dV += P^T dO
 //   dP^T = V dO^T   dS = P * (dP - delta)   dK += dS^T Q   dQ = dS K, added in global memory
 //
-//   tensor cores    | S^T | dP^T | dV       | dQ | dK         |
-//   this warpgroup        | P    | dS -> smem    | dQ -> smem |
+//   tensor cores    | S^T | dP^T | half of dV | dQ | the other half, dK |
+//   this warpgroup        | P    | dS -> smem      | dQ -> smem         |
 //
-// The exponentials run under dP^T, dS under dV, the hand-over of dQ under dK. Where registers allow
-// a block of 128 queries, S^T and dP^T of its second half run under the first half's exponentials
-// and dS as well.
+// The exponentials run under dP^T and dS under half of dV. dQ is handed over under the other half
+// and dK: these take their A operand from registers and leave shared memory some time, while S^T,
+// dP^T and dQ want all of it. Where registers allow a block of 128 queries, it is taken in two parts:
+// S^T and dP^T of the second run under the exponentials and dS of the first.
 #pragma once
 
 #include "device/backward/consumer.cuh"
@@ -220,8 +221,6 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
       multiply_dq(uniform(ds_stage_));
-      // The other half comes after dQ, so that the hand-over has time under GEMMs that leave shared
-      // memory some.
       if constexpr (kParts == 1) {
         multiply_half_dv(1, stage);
       } else {
