@@ -10,8 +10,10 @@
 //
 // The rounding of c m' is an error of P that all scores of a row share, and too small to matter as
 // long as |c m'| < 2^10. For larger logits the top score's P would not be 1, and its own rounding to
-// 16 bits would show where one key has all the weight; `correct` takes the error out. A row that
-// has seen no key has m = -inf and subtracts 0.
+// 16 bits would show where one key has all the weight; `correct` takes the error out, of such rows
+// only, as a row's bits must not depend on other rows. (From |c m'| = 2^31 on the error exceeds the
+// range of P, and the row's result may be NaN.) A row that has seen no key has m = -inf and
+// subtracts 0.
 //
 // The two rows are handled one after the other and without branches, so that the assembler
 // interleaves the maximum of one row with the exponentials of the other, and both with what comes
@@ -86,33 +88,28 @@ struct OnlineSoftmax {
     return even + odd;
   }
 
-  // Collective over the warp: whether the weights need `correct`.
+  // Collective over the warp: whether a row needs `correct`.
   __device__ bool has_large_logits() const {
-    constexpr float kExactLimit = 1024.f;
     return __any_sync(~0u, fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kExactLimit);
   }
 
   // Between the two rows: takes the offset's error out of P of the first row and of its sum, and
-  // makes scores of the second such that there is none.
+  // makes scores of the second such that there is none. A row without large logits stays as it is.
   template <int kCount>
   __device__ __forceinline__ void correct(float (&s)[kCount], float& first_sum,
                                           float logit_unit_log2) {
-    float subtract[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      subtract[half] = row_max[half] == -INFINITY ? 0.f : row_max[half];
-    }
-    const float rounded = __fmul_rn(subtract[0], logit_unit_log2);
-    const float factor = exp2_approx(fmaf(-subtract[0], logit_unit_log2, rounded));
+    const float rounding = large(0) ? fmaf(-row_max[0], logit_unit_log2, offset[0]) : 0.f;
+    const float factor = exp2_approx(rounding);
+    const float subtract = large(1) ? row_max[1] : 0.f;
     first_sum *= factor;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       s[i] *= factor;
       s[i + 1] *= factor;
-      s[i + 2] -= subtract[1];
-      s[i + 3] -= subtract[1];
+      s[i + 2] -= subtract;
+      s[i + 3] -= subtract;
     }
-    offset[1] = 0.f;
+    offset[1] = large(1) ? 0.f : offset[1];
   }
 
   // Collective over the four threads of a row: what the epilogue needs to know.
@@ -126,6 +123,11 @@ struct OnlineSoftmax {
     const float lse = fmaf(log2_approx(sum), kLn2, row_max[half] * logit_unit);
     return sum == 0.f ? RowStatistics{} : RowStatistics{__fdividef(1.f, sum), lse};
   }
+
+ private:
+  static constexpr float kExactLimit = 1024.f;
+
+  __device__ bool large(int half) const { return fabsf(offset[half]) >= kExactLimit; }
 };
 
 }  // namespace fa
