@@ -40,7 +40,7 @@ class ForwardMainloop {
   __device__ void run(const ForwardTile& tile, float (&o)[kCountO],
                       RowStatistics (&statistics)[2]) {
     using namespace cute;
-    OnlineSoftmax softmax;
+    OnlineSoftmax<kCountS> softmax;
     const int q_stage = uniform(static_cast<int>(tile.number % Traits::kQStages));
     const uint32_t q_phase = tile.number / Traits::kQStages % 2;
     const auto thread_qk = typename Traits::MmaQKSlice{}.get_slice(0);
@@ -76,14 +76,10 @@ class ForwardMainloop {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, threadIdx.x);
     };
-    float first_sum;
-    const auto exponentiate_first = [&]() __attribute__((always_inline)) {
-      first_sum = softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
-    };
-    const auto exponentiate_second = [&]() __attribute__((always_inline)) {
-      softmax.row_sum[0] += first_sum;
-      softmax.row_sum[1] += softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
-      convert(scores, p);
+    const auto update = [&]() __attribute__((always_inline)) {
+      softmax.update(scores, params_.logit_unit_log2);
+      softmax.exponentiate(scores, params_.logit_unit_log2);
+      softmax.template add<0, kCountS>(scores);
     };
 
     FullBarrier::wait(&smem_.q_full[q_stage], q_phase);
@@ -97,65 +93,66 @@ class ForwardMainloop {
     release_k(q_stage, block == blocks.begin);
     ring_.advance();
     transform_and_mask();
-    softmax.maximise(scores, params_.logit_unit_log2);
-    exponentiate_first();
-    if (softmax.has_large_logits()) softmax.correct(scores, first_sum, params_.logit_unit_log2);
-    exponentiate_second();
+    update();
+    convert(scores, p);
     if (block > blocks.begin) wait_for_k(ring_);
 
-    bool large;
-    // One block in two halves: S of it and P V of the block before are issued, then P of the block
-    // is made, its second half when P V is complete.
-    const auto first_half = [&]<bool kPlain>() __attribute__((always_inline)) {
+    // S of a block and P V of the one before are issued; S is there.
+    const auto multiply = [&]() __attribute__((always_inline)) {
       const Ring v = v_position();
       take_turn();
       multiply_qk(ring_.stage);
-      if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
       wait_for_v(v);
       multiply_pv(v.stage);
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
       release_k(q_stage, block == blocks.begin);
-      if constexpr (!kPlain) transform_and_mask();
-      softmax.maximise(scores, params_.logit_unit_log2);
-      large = softmax.has_large_logits();
-      exponentiate_first();
-      // The assembler would move the wait for P V ahead of the exponentials, which are to run under
-      // it; it does not move it across the loop that waits for the next K.
-      fence_registers(scores);
     };
-    const auto second_half = [&]() __attribute__((always_inline)) {
+    const auto wait_for_pv = [&]() __attribute__((always_inline)) {
       const int v_stage = v_position().stage;
       ring_.advance();
+      // The assembler would move the wait for P V ahead of the exponentials, which are to run under
+      // it; it does not move it across the loop that waits for the next K.
       if (block > blocks.begin) wait_for_k(ring_);
       warpgroup_wait<0>();
       fence_registers(o);
       release(smem_.v_empty, v_stage);
-      exponentiate_second();
-      if constexpr (!Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
       --block;
     };
-    // Blocks without mask, transform and large logits have a loop of their own, with nothing in it
-    // to jump over.
+    // Blocks without mask and transform have a loop of their own, with nothing in it to jump over.
     --block;
     while (block >= blocks.begin) {
       if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
+        bool grown;
         while (true) {
-          first_half.template operator()<true>();
-          if (large) break;
-          second_half();
+          multiply();
+          float early[decltype(softmax)::kEarly];
+          grown = softmax.try_block(scores, early, params_.logit_unit_log2);
+          if (grown) break;
+          constexpr int kEarly = decltype(softmax)::kEarly;
+          constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
+#pragma unroll
+          for (int i = 0; i < kEarly; ++i) scores[i] = early[i];
+          softmax.template exponentiate_kept<kEarly, kLate>(scores, params_.logit_unit_log2);
+          softmax.template add<0, kLate>(scores);
+          wait_for_pv();
+          softmax.template exponentiate_kept<kLate, kCountS>(scores, params_.logit_unit_log2);
+          softmax.template add<kLate, kCountS>(scores);
+          convert(scores, p);
           if (block < blocks.full_begin) break;
         }
-        if (!large) continue;
+        if (!grown) continue;
       } else {
-        first_half.template operator()<false>();
+        multiply();
+        transform_and_mask();
       }
-      if (large) softmax.correct(scores, first_sum, params_.logit_unit_log2);
-      second_half();
+      update();
+      wait_for_pv();
+      rescale_o(o, softmax.rescale);
+      convert(scores, p);
     }
 
-    if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
     wait_for_v(v_position());
     multiply_pv(v_position().stage);
 #pragma unroll

@@ -4,20 +4,21 @@
 //   P = 2^(c score - c m')   l' = l 2^(c (m - m')) + sum P   O' = O 2^(c (m - m'))
 //
 // at one fused multiply-add and one exponential per score. The rule keeps m, which all results are
-// relative to, in nearly every block but the first, and O need not be multiplied (2 to 6 % of the
-// kernel's time); P is at most 2^8. State of a thread: its two rows' m (equal in the four threads of
-// a row) and its own part of the sum l; the parts are added at the end.
+// relative to, in nearly every block but the first; P is at most 2^8. State of a thread: its two
+// rows' m (equal in the four threads of a row) and its own part of the sum l; the parts are added at
+// the end.
 //
-// The rounding of c m' is an error of P that all scores of a row share, and too small to matter as
-// long as |c m'| < 2^10. For larger logits the top score's P would not be 1, and its own rounding to
-// 16 bits would show where one key has all the weight; `correct` takes the error out, of such rows
-// only, as a row's bits must not depend on other rows. (From |c m'| = 2^31 on the error exceeds the
-// range of P, and the row's result may be NaN.) A row that has seen no key has m = -inf and
-// subtracts 0.
+// So a block begins with m as it is: `try_block` makes the first exponentials, into registers of
+// their own, while it looks for a score that is too great. Nearly always there is none, no thread
+// needs to know of others' scores, and O stays as it is. Otherwise the scores are still there, and
+// `update` and `exponentiate` do all that the block needs. Both give the same bits to a row that
+// keeps its m: they depend on the row alone.
 //
-// The two rows are handled one after the other and without branches, so that the assembler
-// interleaves the maximum of one row with the exponentials of the other, and both with what comes
-// before and after: a branch between them cost 7 % of the kernel's time.
+// The rounding of c m is an error of P that all scores of a row share, and too small to matter as
+// long as |c m| < 2^10. For larger logits the top score's P would not be 1, and its own rounding to
+// 16 bits would show where one key has all the weight: such a row has a threshold of -inf, so that
+// it never keeps m unseen, and subtracts before it multiplies. A row that has seen no key has
+// m = -inf and subtracts 0.
 #pragma once
 
 #include <cmath>
@@ -38,78 +39,92 @@ __device__ inline float log2_approx(float x) {
   return y;
 }
 
+template <int kCount>
 struct OnlineSoftmax {
+  // Scores of a thread whose exponentials are made before m is known to be kept.
+  static constexpr int kEarly = 12;
+
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};
+  float offset[2] = {0.f, 0.f};                  // c m
+  float threshold[2] = {-INFINITY, -INFINITY};  // a greater score changes m
+  float rescale[2];    // by the last update: what O has to be multiplied with
+  float block_sum[4];  // of the block at hand, per row of even and odd columns
 
-  // Of the block at hand.
-  float offset[2];   // c m'
-  float rescale[2];  // what O and the sum so far have to be multiplied with
+  // Collective over the warp. The exponentials of the first scores -> early; whether a row needs
+  // `update` or is large, then `early` means nothing.
+  __device__ __forceinline__ bool try_block(const float (&s)[kCount], float (&early)[kEarly],
+                                            float logit_unit_log2) const {
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) {
+      early[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[i / 2 % 2]));
+    }
+    const bool first = largest(s, 0) > threshold[0];
+    const bool second = largest(s, 1) > threshold[1];
+    float sum[4];
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) sum[i % 4] = i < 4 ? early[i] : sum[i % 4] + early[i];
+    const bool overflow = (sum[0] + sum[1]) + (sum[2] + sum[3]) > 3e38f;
+    return __any_sync(~0u, first | second | overflow);
+  }
 
-  template <int kCount>
-  __device__ __forceinline__ void maximise(const float (&s)[kCount], float logit_unit_log2) {
+  // After a try_block that was false: the other scores from kBegin to kEnd -> P in place.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void exponentiate_kept(float (&s)[kCount],
+                                                    float logit_unit_log2) const {
+#pragma unroll
+    for (int i = kBegin; i < kEnd; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[i / 2 % 2]));
+    }
+  }
+
+  // Collective over the warp: m of the block at hand.
+  __device__ __forceinline__ void update(const float (&s)[kCount], float logit_unit_log2) {
+    // Finite, so that adding it to -inf is -inf.
+    const float max_growth = fminf(__fdividef(8.f, logit_unit_log2), 3e38f);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // Two chains, so that the next maximum need not wait for the last.
-      float even = fmaxf(row_max[half], s[2 * half]);
-      float odd = s[2 * half + 1];
-#pragma unroll
-      for (int i = 4; i < kCount; i += 4) {
-        even = fmaxf(even, s[i + 2 * half]);
-        odd = fmaxf(odd, s[i + 2 * half + 1]);
-      }
-      float largest = fmaxf(even, odd);
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      // NaN where no key has been seen at all: not grown.
-      constexpr float kMaxGrowth = 8.f;
-      const float growth = (largest - row_max[half]) * logit_unit_log2;
-      const bool grown = growth > kMaxGrowth;
-      rescale[half] = grown ? exp2_approx(-growth) : 1.f;
-      row_max[half] = grown ? largest : row_max[half];
-      const float subtract = row_max[half] == -INFINITY ? 0.f : row_max[half];
-      offset[half] = __fmul_rn(subtract, logit_unit_log2);
+      float top = largest(s, half);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      // From no key at all it grows by any score, and NaN is not more.
+      const bool grown = top > row_max[half] + max_growth;
+      rescale[half] = grown ? exp2_approx((row_max[half] - top) * logit_unit_log2) : 1.f;
+      row_max[half] = grown ? top : row_max[half];
+      offset[half] = grown ? __fmul_rn(top, logit_unit_log2) : offset[half];
+      threshold[half] = large(half) ? -INFINITY : row_max[half] + max_growth;
       row_sum[half] *= rescale[half];
     }
   }
 
-  // Scores of one row -> P in place; returns their sum, which is still to be added to row_sum.
-  template <int kHalf, int kCount>
-  __device__ __forceinline__ float exponentiate(float (&s)[kCount], float logit_unit_log2) const {
-    float even = 0.f;
-    float odd = 0.f;
+  // Scores -> P in place, after `update`.
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], float logit_unit_log2) const {
+    float summand[2] = {-offset[0], -offset[1]};
+    if (__any_sync(~0u, large(0) | large(1))) {
 #pragma unroll
-    for (int i = 2 * kHalf; i < kCount; i += 4) {
-      s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[kHalf]));
-      s[i + 1] = exp2_approx(fmaf(s[i + 1], logit_unit_log2, -offset[kHalf]));
-      even += s[i];
-      odd += s[i + 1];
+      for (int i = 0; i < kCount; ++i) s[i] -= large(i / 2 % 2) ? row_max[i / 2 % 2] : 0.f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) summand[half] = large(half) ? 0.f : summand[half];
     }
-    return even + odd;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, summand[i / 2 % 2]));
+    }
   }
 
-  // Collective over the warp: whether a row needs `correct`.
-  __device__ bool has_large_logits() const {
-    return __any_sync(~0u, fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kExactLimit);
-  }
-
-  // Between the two rows: takes the offset's error out of P of the first row and of its sum, and
-  // makes scores of the second such that there is none. A row without large logits stays as it is.
-  template <int kCount>
-  __device__ __forceinline__ void correct(float (&s)[kCount], float& first_sum,
-                                          float logit_unit_log2) {
-    const float rounding = large(0) ? fmaf(-row_max[0], logit_unit_log2, offset[0]) : 0.f;
-    const float factor = exp2_approx(rounding);
-    const float subtract = large(1) ? row_max[1] : 0.f;
-    first_sum *= factor;
+  // Adds P of scores kBegin to kEnd; from 0 on, in this order, whichever way P was made.
+  template <int kBegin, int kEnd>
+  __device__ __forceinline__ void add(const float (&s)[kCount]) {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      s[i] *= factor;
-      s[i + 1] *= factor;
-      s[i + 2] -= subtract;
-      s[i + 3] -= subtract;
+    for (int i = kBegin; i < kEnd; ++i) {
+      block_sum[i % 4] = i < 4 ? s[i] : block_sum[i % 4] + s[i];
     }
-    offset[1] = large(1) ? 0.f : offset[1];
+    if constexpr (kEnd == kCount) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_sum[half] += block_sum[2 * half] + block_sum[2 * half + 1];
+      }
+    }
   }
 
   // Collective over the four threads of a row: what the epilogue needs to know.
@@ -125,9 +140,20 @@ struct OnlineSoftmax {
   }
 
  private:
-  static constexpr float kExactLimit = 1024.f;
+  __device__ bool large(int half) const { return fabsf(offset[half]) >= 1024.f; }
 
-  __device__ bool large(int half) const { return fabsf(offset[half]) >= kExactLimit; }
+  // This thread's largest score of a row. Two chains, so that the next maximum need not wait for
+  // the last.
+  static __device__ __forceinline__ float largest(const float (&s)[kCount], int half) {
+    float even = s[2 * half];
+    float odd = s[2 * half + 1];
+#pragma unroll
+    for (int i = 4; i < kCount; i += 4) {
+      even = fmaxf(even, s[i + 2 * half]);
+      odd = fmaxf(odd, s[i + 2 * half + 1]);
+    }
+    return fmaxf(even, odd);
+  }
 };
 
 }  // namespace fa
