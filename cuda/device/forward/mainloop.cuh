@@ -40,7 +40,7 @@ class ForwardMainloop {
   __device__ void run(const ForwardTile& tile, float (&o)[kCountO],
                       RowStatistics (&statistics)[2]) {
     using namespace cute;
-    OnlineSoftmax<kCountS> softmax;
+    OnlineSoftmax softmax;
     const int q_stage = uniform(static_cast<int>(tile.number % Traits::kQStages));
     const uint32_t q_phase = tile.number / Traits::kQStages % 2;
     const auto thread_qk = typename Traits::MmaQKSlice{}.get_slice(0);
@@ -76,12 +76,6 @@ class ForwardMainloop {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, threadIdx.x);
     };
-    const auto update = [&]() __attribute__((always_inline)) {
-      softmax.update(scores, params_.logit_unit_log2);
-      softmax.exponentiate(scores, params_.logit_unit_log2);
-      softmax.template add<0, kCountS>(scores);
-    };
-
     FullBarrier::wait(&smem_.q_full[q_stage], q_phase);
     wait_for_k(ring_);
     multiply_qk(ring_.stage);
@@ -93,7 +87,7 @@ class ForwardMainloop {
     release_k(q_stage, block == blocks.begin);
     ring_.advance();
     transform_and_mask();
-    update();
+    softmax.update(scores, params_.logit_unit_log2);
     convert(scores, p);
     if (block > blocks.begin) wait_for_k(ring_);
 
@@ -109,6 +103,7 @@ class ForwardMainloop {
       fence_registers(scores);
       release_k(q_stage, block == blocks.begin);
     };
+    // P V is there.
     const auto wait_for_pv = [&]() __attribute__((always_inline)) {
       const int v_stage = v_position().stage;
       ring_.advance();
@@ -120,34 +115,35 @@ class ForwardMainloop {
       release(smem_.v_empty, v_stage);
       --block;
     };
-    // Blocks without mask and transform have a loop of their own, with nothing in it to jump over.
+    // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
+    // in it to jump over.
+    constexpr int kEarly = OnlineSoftmax::kEarly;
+    constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
     --block;
     while (block >= blocks.begin) {
       if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
-        bool grown;
+        bool update;
         while (true) {
           multiply();
-          float early[decltype(softmax)::kEarly];
-          grown = softmax.try_block(scores, early, params_.logit_unit_log2);
-          if (grown) break;
-          constexpr int kEarly = decltype(softmax)::kEarly;
-          constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
+          float early[kEarly];
+          update = softmax.try_block(scores, early, params_.logit_unit_log2);
+          if (update) break;
 #pragma unroll
           for (int i = 0; i < kEarly; ++i) scores[i] = early[i];
-          softmax.template exponentiate_kept<kEarly, kLate>(scores, params_.logit_unit_log2);
+          softmax.template exponentiate<kEarly, kLate>(scores, params_.logit_unit_log2);
           softmax.template add<0, kLate>(scores);
           wait_for_pv();
-          softmax.template exponentiate_kept<kLate, kCountS>(scores, params_.logit_unit_log2);
+          softmax.template exponentiate<kLate, kCountS>(scores, params_.logit_unit_log2);
           softmax.template add<kLate, kCountS>(scores);
           convert(scores, p);
           if (block < blocks.full_begin) break;
         }
-        if (!grown) continue;
+        if (!update) continue;
       } else {
         multiply();
         transform_and_mask();
       }
-      update();
+      softmax.update(scores, params_.logit_unit_log2);
       wait_for_pv();
       rescale_o(o, softmax.rescale);
       convert(scores, p);
@@ -226,7 +222,7 @@ class ForwardMainloop {
   }
 
   static __device__ void rescale_o(float (&o)[kCountO], const float (&factor)[2]) {
-    // Nearly always: what P is relative to rarely changes after the first block.
+    // Often: what P is relative to rarely changes after a row's first block.
     if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];

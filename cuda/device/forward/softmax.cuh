@@ -11,14 +11,18 @@
 // So a block begins with m as it is: `try_block` makes the first exponentials, into registers of
 // their own, while it looks for a score that is too great. Nearly always there is none, no thread
 // needs to know of others' scores, and O stays as it is. Otherwise the scores are still there, and
-// `update` and `exponentiate` do all that the block needs. Both give the same bits to a row that
-// keeps its m: they depend on the row alone.
+// `update` does all that the block needs.
+//
+// A warp goes one way for all its rows, but a row's bits depend on its own scores only: `update`
+// changes m by the rule above, which knows one row, and a row that keeps m gets from it what the
+// other way gives: the same offset, the same multiply-adds (0 is subtracted before), the same order
+// of summands, and a factor of 1 for l and O.
 //
 // The rounding of c m is an error of P that all scores of a row share, and too small to matter as
 // long as |c m| < 2^10. For larger logits the top score's P would not be 1, and its own rounding to
-// 16 bits would show where one key has all the weight: such a row has a threshold of -inf, so that
-// it never keeps m unseen, and subtracts before it multiplies. A row that has seen no key has
-// m = -inf and subtracts 0.
+// 16 bits would show where one key has all the weight: such a row subtracts before it multiplies,
+// and has a threshold of -inf, so that any score of it calls for `update`. So has a row that has seen
+// no key; its m is -inf and its offset 0. NaN is above no threshold and spreads by itself.
 #pragma once
 
 #include <cmath>
@@ -39,20 +43,20 @@ __device__ inline float log2_approx(float x) {
   return y;
 }
 
-template <int kCount>
 struct OnlineSoftmax {
   // Scores of a thread whose exponentials are made before m is known to be kept.
   static constexpr int kEarly = 12;
 
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};
-  float offset[2] = {0.f, 0.f};                  // c m
-  float threshold[2] = {-INFINITY, -INFINITY};  // a greater score changes m
-  float rescale[2];    // by the last update: what O has to be multiplied with
+  float offset[2] = {0.f, 0.f};                 // c m
+  float threshold[2] = {-INFINITY, -INFINITY};  // a greater score calls for `update`
+  float rescale[2];    // by the last update: what O is to be multiplied with
   float block_sum[4];  // of the block at hand, per row of even and odd columns
 
   // Collective over the warp. The exponentials of the first scores -> early; whether a row needs
-  // `update` or is large, then `early` means nothing.
+  // `update`, then `early` means nothing.
+  template <int kCount>
   __device__ __forceinline__ bool try_block(const float (&s)[kCount], float (&early)[kEarly],
                                             float logit_unit_log2) const {
 #pragma unroll
@@ -61,59 +65,26 @@ struct OnlineSoftmax {
     }
     const bool first = largest(s, 0) > threshold[0];
     const bool second = largest(s, 1) > threshold[1];
+    // An overflow without a score above the threshold does not happen; to ask for it keeps the
+    // compiler from making the exponentials behind the branch.
     float sum[4];
 #pragma unroll
     for (int i = 0; i < kEarly; ++i) sum[i % 4] = i < 4 ? early[i] : sum[i % 4] + early[i];
-    const bool overflow = (sum[0] + sum[1]) + (sum[2] + sum[3]) > 3e38f;
+    const bool overflow = (sum[0] + sum[1]) + (sum[2] + sum[3]) > kHuge;
     return __any_sync(~0u, first | second | overflow);
   }
 
-  // After a try_block that was false: the other scores from kBegin to kEnd -> P in place.
-  template <int kBegin, int kEnd>
-  __device__ __forceinline__ void exponentiate_kept(float (&s)[kCount],
-                                                    float logit_unit_log2) const {
+  // After a try_block that was false: scores kBegin to kEnd -> P in place.
+  template <int kBegin, int kEnd, int kCount>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], float logit_unit_log2) const {
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
       s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[i / 2 % 2]));
     }
   }
 
-  // Collective over the warp: m of the block at hand.
-  __device__ __forceinline__ void update(const float (&s)[kCount], float logit_unit_log2) {
-    // Finite, so that adding it to -inf is -inf.
-    const float max_growth = fminf(__fdividef(8.f, logit_unit_log2), 3e38f);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = largest(s, half);
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      // From no key at all it grows by any score, and NaN is not more.
-      const bool grown = top > row_max[half] + max_growth;
-      rescale[half] = grown ? exp2_approx((row_max[half] - top) * logit_unit_log2) : 1.f;
-      row_max[half] = grown ? top : row_max[half];
-      offset[half] = grown ? __fmul_rn(top, logit_unit_log2) : offset[half];
-      threshold[half] = large(half) ? -INFINITY : row_max[half] + max_growth;
-      row_sum[half] *= rescale[half];
-    }
-  }
-
-  // Scores -> P in place, after `update`.
-  __device__ __forceinline__ void exponentiate(float (&s)[kCount], float logit_unit_log2) const {
-    float summand[2] = {-offset[0], -offset[1]};
-    if (__any_sync(~0u, large(0) | large(1))) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) s[i] -= large(i / 2 % 2) ? row_max[i / 2 % 2] : 0.f;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) summand[half] = large(half) ? 0.f : summand[half];
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, summand[i / 2 % 2]));
-    }
-  }
-
-  // Adds P of scores kBegin to kEnd; from 0 on, in this order, whichever way P was made.
-  template <int kBegin, int kEnd>
+  // Adds P of scores kBegin to kEnd to the sum; from 0 on, in this order, whichever way P was made.
+  template <int kBegin, int kEnd, int kCount>
   __device__ __forceinline__ void add(const float (&s)[kCount]) {
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
@@ -125,6 +96,35 @@ struct OnlineSoftmax {
         row_sum[half] += block_sum[2 * half] + block_sum[2 * half + 1];
       }
     }
+  }
+
+  // Collective over the warp. A block with any scores: m, then scores -> P in place, and the sum.
+  // The two rows one after the other and without branches, so that the assembler interleaves the
+  // maximum of one with the exponentials of the other.
+  template <int kCount>
+  __device__ __forceinline__ void update(float (&s)[kCount], float logit_unit_log2) {
+    // Finite, so that adding it to -inf is -inf.
+    const float max_growth = fminf(__fdividef(8.f, logit_unit_log2), kHuge);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = largest(s, half);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const bool grown = top > row_max[half] + max_growth;
+      rescale[half] = grown ? exp2_approx((row_max[half] - top) * logit_unit_log2) : 1.f;
+      row_max[half] = grown ? top : row_max[half];
+      offset[half] = grown ? __fmul_rn(top, logit_unit_log2) : offset[half];
+      row_sum[half] *= rescale[half];
+      const bool large = fabsf(offset[half]) >= 1024.f;
+      threshold[half] = large ? -INFINITY : row_max[half] + max_growth;
+      const float subtract = large ? row_max[half] : 0.f;
+      const float summand = large ? 0.f : -offset[half];
+#pragma unroll
+      for (int i = 2 * half; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+        s[i] = exp2_approx(fmaf(s[i] - subtract, logit_unit_log2, summand));
+      }
+    }
+    add<0, kCount>(s);
   }
 
   // Collective over the four threads of a row: what the epilogue needs to know.
@@ -140,10 +140,11 @@ struct OnlineSoftmax {
   }
 
  private:
-  __device__ bool large(int half) const { return fabsf(offset[half]) >= 1024.f; }
+  static constexpr float kHuge = 3e38f;
 
   // This thread's largest score of a row. Two chains, so that the next maximum need not wait for
   // the last.
+  template <int kCount>
   static __device__ __forceinline__ float largest(const float (&s)[kCount], int half) {
     float even = s[2 * half];
     float odd = s[2 * half + 1];
