@@ -29,6 +29,8 @@ class ForwardMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kCountS = kBlockN / 2;
   static constexpr int kCountO = Traits::kHeadDimV / 2;
+  // Keys of a block of which a warpgroup sees only the first half, rounded up to steps of P V.
+  static constexpr int kHalfBlock = ceil_div(kBlockN, 32) * 16;
 
  public:
   __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
@@ -69,26 +71,47 @@ class ForwardMainloop {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
-    KeyBlocks blocks = uniform(tile.blocks);
-    blocks.full_begin = max(blocks.full_begin, blocks.begin);
+    KeyBlocks blocks;
+    bool half;  // of the first block no key past the half is seen
+    {
+      const int row = tile.output.row_begin + warpgroup_ * 64;
+      const int first = params_.output.qhead_per_khead.div(row);
+      const int last = params_.output.qhead_per_khead.div(row + 63);
+      const int seqlen_k = tile.segment.seqlen_k;
+      blocks = uniform(
+          share_of_rows(tile.blocks, key_blocks(tile.window, seqlen_k, first, last, kBlockN)));
+      half = uniform(visible_keys(tile.window, seqlen_k, last).end) <=
+             (blocks.end - 1) * kBlockN + kHalfBlock;
+    }
+    for (int left_out = uniform(tile.blocks.end); left_out > blocks.end; --left_out) leave_out();
     int block = blocks.end - 1;
-    const auto transform_and_mask = [&]() __attribute__((always_inline)) {
+    const auto transform_and_mask = [&](auto& scores) __attribute__((always_inline)) {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, threadIdx.x);
     };
+    // P of the first block, from its first kKeys keys.
+    const auto first_block = [&]<int kKeys>() __attribute__((always_inline)) {
+      auto& part = reinterpret_cast<float(&)[kKeys / 2]>(scores);
+      issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(ring_.stage)), part);
+      smem_.mask.prepare(params_, tile, threadIdx.x);
+#pragma unroll
+      for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
+      warpgroup_wait<0>();
+      fence_registers(part);
+      release_k(q_stage, block == blocks.begin);
+      transform_and_mask(part);
+      softmax.update(part, params_.logit_unit_log2);
+      convert(part, p);
+    };
+
     FullBarrier::wait(&smem_.q_full[q_stage], q_phase);
     wait_for_k(ring_);
-    multiply_qk(ring_.stage);
-    smem_.mask.prepare(params_, tile, threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
-    warpgroup_wait<0>();
-    fence_registers(scores);
-    release_k(q_stage, block == blocks.begin);
+    if (half) {
+      first_block.template operator()<kHalfBlock>();
+    } else {
+      first_block.template operator()<kBlockN>();
+    }
     ring_.advance();
-    transform_and_mask();
-    softmax.update(scores, params_.logit_unit_log2);
-    convert(scores, p);
     if (block > blocks.begin) wait_for_k(ring_);
 
     // S of a block and P V of the one before are issued; S is there.
@@ -141,7 +164,7 @@ class ForwardMainloop {
         if (!update) continue;
       } else {
         multiply();
-        transform_and_mask();
+        transform_and_mask(scores);
       }
       softmax.update(scores, params_.logit_unit_log2);
       wait_for_pv();
@@ -193,31 +216,49 @@ class ForwardMainloop {
   // V of the block whose P is there: one behind the next K.
   __device__ Ring v_position() const { return ring_.previous(); }
 
+  // Instead of a block of which this warpgroup sees nothing. Its stages are released when it is
+  // there: before, that would count for the block that had them last. Its turn is taken and passed:
+  // all warpgroups have as many.
+  __device__ void leave_out() {
+    wait_for_k(ring_);
+    release(smem_.k_empty, ring_.stage);
+    FullBarrier::wait(&smem_.v_full[ring_.stage], ring_.phase);
+    release(smem_.v_empty, ring_.stage);
+    ring_.advance();
+    take_turn();
+    pass_turn();
+  }
+
   // In parts with a branch before each: the assembler would begin all elements at once and spill.
-  __device__ void transform_scores(float (&scores)[kCountS]) const {
+  template <int kCount>
+  __device__ void transform_scores(float (&scores)[kCount]) const {
     if (params_.transform == ScoreTransform::none) return;
     constexpr int kPart = 16;
 #pragma unroll
-    for (int begin = 0; begin < kCountS; begin += kPart) {
+    for (int begin = 0; begin < kCount; begin += kPart) {
       if (opaque(static_cast<int>(params_.transform)) ==
           static_cast<int>(ScoreTransform::softcap)) {
         // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
         const float factor = 2.f * kLog2E * params_.factor;
 #pragma unroll
-        for (int i = begin; i < min(begin + kPart, kCountS); ++i) {
+        for (int i = begin; i < min(begin + kPart, kCount); ++i) {
           scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
         }
       } else {
 #pragma unroll
-        for (int i = begin; i < min(begin + kPart, kCountS); ++i) scores[i] *= params_.factor;
+        for (int i = begin; i < min(begin + kPart, kCount); ++i) scores[i] *= params_.factor;
       }
     }
   }
 
-  static __device__ void convert(const float (&scores)[kCountS], uint32_t (&p)[kCountS / 2]) {
+  // P of the keys that there are no scores of is 0.
+  template <int kCount>
+  static __device__ void convert(const float (&scores)[kCount], uint32_t (&p)[kCountS / 2]) {
 #pragma unroll
     for (int i = 0; i < kCountS / 2; ++i) {
-      p[i] = pack<kConfig.dtype>(scores[2 * i], scores[2 * i + 1]);
+      p[i] = i < kCount / 2
+                 ? pack<kConfig.dtype>(scores[2 * i % kCount], scores[(2 * i + 1) % kCount])
+                 : 0;
     }
   }
 
