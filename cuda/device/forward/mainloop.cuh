@@ -29,7 +29,7 @@ class ForwardMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kCountS = kBlockN / 2;
   static constexpr int kCountO = Traits::kHeadDimV / 2;
-  // Keys of a block of which a warpgroup sees only the first half, rounded up to steps of P V.
+  // Keys of half a block, rounded up to steps of P V.
   static constexpr int kHalfBlock = ceil_div(kBlockN, 32) * 16;
 
  public:
@@ -74,15 +74,18 @@ class ForwardMainloop {
     KeyBlocks blocks;
     bool half;  // of the first block no key past the half is seen
     {
+      const int num_rows = min(tile.used_rows - warpgroup_ * 64, 64);
       const int row = tile.output.row_begin + warpgroup_ * 64;
       const int first = params_.output.qhead_per_khead.div(row);
-      const int last = params_.output.qhead_per_khead.div(row + 63);
+      const int last =
+          num_rows > 0 ? params_.output.qhead_per_khead.div(row + num_rows - 1) : first - 1;
       const int seqlen_k = tile.segment.seqlen_k;
       blocks = uniform(
           share_of_rows(tile.blocks, key_blocks(tile.window, seqlen_k, first, last, kBlockN)));
       half = uniform(visible_keys(tile.window, seqlen_k, last).end) <=
              (blocks.end - 1) * kBlockN + kHalfBlock;
     }
+    // Blocks that the other warpgroups visit.
     for (int left_out = uniform(tile.blocks.end); left_out > blocks.end; --left_out) leave_out();
     int block = blocks.end - 1;
     const auto transform_and_mask = [&](auto& scores) __attribute__((always_inline)) {
@@ -216,9 +219,9 @@ class ForwardMainloop {
   // V of the block whose P is there: one behind the next K.
   __device__ Ring v_position() const { return ring_.previous(); }
 
-  // Instead of a block of which this warpgroup sees nothing. Its stages are released when it is
-  // there: before, that would count for the block that had them last. Its turn is taken and passed:
-  // all warpgroups have as many.
+  // Instead of a block of which this warpgroup sees nothing. The stages are released once the block
+  // is there: earlier, this would count for the block that had them before. The turn is taken and
+  // passed on, since all warpgroups have as many.
   __device__ void leave_out() {
     wait_for_k(ring_);
     release(smem_.k_empty, ring_.stage);

@@ -72,6 +72,7 @@ struct ForwardTraits {
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
   // Named barriers kTurn + w: warpgroup w - 1 arrives, warpgroup w waits, 256; w may issue its GEMMs.
+  // Per block of a tile but one, whether w has GEMMs then or not.
   static constexpr int kTurn = 1;
 
   using OutputType = std::conditional_t<kConfig.output == Output::final,
