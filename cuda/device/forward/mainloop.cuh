@@ -59,20 +59,28 @@ class ForwardMainloop {
     uint32_t p[kCountS / 2];
     auto r_o = make_tensor(make_rmem_ptr(o),
                            Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
-    const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
-                                 Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
     const auto multiply_qk = [&](int stage) __attribute__((always_inline)) {
       issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(stage)), scores);
     };
-    const auto multiply_pv = [&](int stage) __attribute__((always_inline)) {
-      issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(stage)), r_o);
+    // Over the keys of a whole block or of its first half.
+    const auto multiply_pv = [&](int stage, bool half) __attribute__((always_inline)) {
+      const auto multiply = [&]<int kKeys>() __attribute__((always_inline)) {
+        const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
+                                     Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+        issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(stage)), r_o);
+      };
+      if (half) {
+        multiply.template operator()<kHalfBlock>();
+      } else {
+        multiply.template operator()<kBlockN>();
+      }
     };
     const auto wait_for_v = [&](const Ring& position) {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
     KeyBlocks blocks;
-    bool half;  // of the first block no key past the half is seen
+    bool half;  // of the block whose P is there, no key past the half is seen
     {
       const int num_rows = min(tile.used_rows - warpgroup_ * 64, 64);
       const int row = tile.output.row_begin + warpgroup_ * 64;
@@ -118,12 +126,12 @@ class ForwardMainloop {
     if (block > blocks.begin) wait_for_k(ring_);
 
     // S of a block and P V of the one before are issued; S is there.
-    const auto multiply = [&]() __attribute__((always_inline)) {
+    const auto multiply = [&](bool half) __attribute__((always_inline)) {
       const Ring v = v_position();
       take_turn();
       multiply_qk(ring_.stage);
       wait_for_v(v);
-      multiply_pv(v.stage);
+      multiply_pv(v.stage, half);
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
@@ -142,15 +150,15 @@ class ForwardMainloop {
       --block;
     };
     // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
-    // in it to jump over.
+    // in it to jump over. It is not entered behind half a block.
     constexpr int kEarly = OnlineSoftmax::kEarly;
     constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
     --block;
     while (block >= blocks.begin) {
-      if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
+      if (params_.transform == ScoreTransform::none && !blocks.masked(block) && !half) {
         bool update;
         while (true) {
-          multiply();
+          multiply(false);
           float early[kEarly];
           update = softmax.try_block(scores, early, params_.logit_unit_log2);
           if (update) break;
@@ -166,7 +174,8 @@ class ForwardMainloop {
         }
         if (!update) continue;
       } else {
-        multiply();
+        multiply(half);
+        half = false;
         transform_and_mask(scores);
       }
       softmax.update(scores, params_.logit_unit_log2);
@@ -176,7 +185,7 @@ class ForwardMainloop {
     }
 
     wait_for_v(v_position());
-    multiply_pv(v_position().stage);
+    multiply_pv(v_position().stage, half);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half] = softmax.finish(half, params_.logit_unit);
@@ -254,14 +263,11 @@ class ForwardMainloop {
     }
   }
 
-  // P of the keys that there are no scores of is 0.
   template <int kCount>
   static __device__ void convert(const float (&scores)[kCount], uint32_t (&p)[kCountS / 2]) {
 #pragma unroll
-    for (int i = 0; i < kCountS / 2; ++i) {
-      p[i] = i < kCount / 2
-                 ? pack<kConfig.dtype>(scores[2 * i % kCount], scores[(2 * i + 1) % kCount])
-                 : 0;
+    for (int i = 0; i < kCount / 2; ++i) {
+      p[i] = pack<kConfig.dtype>(scores[2 * i], scores[2 * i + 1]);
     }
   }
 
