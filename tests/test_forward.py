@@ -342,13 +342,17 @@ def test_r25_very_low_logits(seqlen_k, num_splits):
     np.testing.assert_allclose(lse, -46340.95 + np.log(seqlen_k), rtol=1e-6, atol=1e-3)
 
 
+@pytest.mark.parametrize("factor", [8.0, 2.0**15], ids=["growing", "large"])
+@pytest.mark.parametrize("seqlen_q", [64, 200])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_rows_are_independent_of_large_logits(dim):
-    """Large logits take a way of their own: rows beside them keep their bits."""
-    case = Case(dim, batch=1, heads=2, heads_kv=2, seqlen_q=64, seqlen_k=300)
+def test_rows_are_independent_of_large_logits(dim, seqlen_q, factor):
+    """Large logits, and a maximum that grows from block to block, take a way of their own: rows
+    beside them keep their bits."""
+    case = Case(dim, batch=1, heads=2, heads_kv=2, seqlen_q=seqlen_q, seqlen_k=600)
     q, k, v = make(case)[:3]
-    large = np.arange(64) % 3 == 0
-    mixed = np.where(large[:, None, None], q.astype(np.float32) * 2.0**15, q).astype(q.dtype)
+    k = (k.astype(np.float32) * np.linspace(3, 1, 600)[:, None, None]).astype(k.dtype)
+    large = np.arange(seqlen_q) % 3 == 0
+    mixed = np.where(large[:, None, None], q.astype(np.float32) * factor, q).astype(q.dtype)
     attend = jax.jit(functools.partial(fa.flash_attention, return_lse=True, implementation=BEST))
     for alone, beside in zip(attend(q, k, v), attend(mixed, k, v), strict=True):
         axis = 1 if alone.ndim == 4 else 2
