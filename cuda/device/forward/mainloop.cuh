@@ -79,20 +79,9 @@ class ForwardMainloop {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
-    KeyBlocks blocks;
-    bool half;  // of the block whose P is there, no key past the half is seen
-    {
-      const int num_rows = min(tile.used_rows - warpgroup_ * 64, 64);
-      const int row = tile.output.row_begin + warpgroup_ * 64;
-      const int first = params_.output.qhead_per_khead.div(row);
-      const int last =
-          num_rows > 0 ? params_.output.qhead_per_khead.div(row + num_rows - 1) : first - 1;
-      const int seqlen_k = tile.segment.seqlen_k;
-      blocks = uniform(
-          share_of_rows(tile.blocks, key_blocks(tile.window, seqlen_k, first, last, kBlockN)));
-      half = uniform(visible_keys(tile.window, seqlen_k, last).end) <=
-             (blocks.end - 1) * kBlockN + kHalfBlock;
-    }
+    const KeyBlocks blocks = uniform(tile.shares[warpgroup_]);
+    // Of the block whose P is there, no key past the half is seen.
+    bool half = uniform(tile.first_keys[warpgroup_]) <= kHalfBlock;
     // Blocks that the other warpgroups visit.
     for (int left_out = uniform(tile.blocks.end); left_out > blocks.end; --left_out) leave_out();
     int block = blocks.end - 1;
