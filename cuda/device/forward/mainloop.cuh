@@ -9,6 +9,10 @@
 //
 // So the exponentials of one block run under P V of the one before and under the other warpgroup's
 // GEMMs.
+//
+// Of a tile's last blocks, which reach past the diagonal of a causal mask, a warpgroup leaves out
+// those of which its own rows see nothing, and takes only half of the first one left where they see
+// no more of it.
 #pragma once
 
 #include "device/epilogue/convert.cuh"
@@ -81,7 +85,7 @@ class ForwardMainloop {
 
     const KeyBlocks blocks = uniform(tile.shares[warpgroup_]);
     // Of the block whose P is there, no key past the half is seen.
-    bool half = uniform(tile.first_keys[warpgroup_]) <= kHalfBlock;
+    bool half_block = uniform(tile.first_keys[warpgroup_]) <= kHalfBlock;
     // Blocks that the other warpgroups visit.
     for (int left_out = uniform(tile.blocks.end); left_out > blocks.end; --left_out) leave_out();
     int block = blocks.end - 1;
@@ -106,7 +110,7 @@ class ForwardMainloop {
 
     FullBarrier::wait(&smem_.q_full[q_stage], q_phase);
     wait_for_k(ring_);
-    if (half) {
+    if (half_block) {
       first_block.template operator()<kHalfBlock>();
     } else {
       first_block.template operator()<kBlockN>();
@@ -144,7 +148,7 @@ class ForwardMainloop {
     constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
     --block;
     while (block >= blocks.begin) {
-      if (params_.transform == ScoreTransform::none && !blocks.masked(block) && !half) {
+      if (params_.transform == ScoreTransform::none && !blocks.masked(block) && !half_block) {
         bool update;
         while (true) {
           multiply(false);
@@ -163,8 +167,8 @@ class ForwardMainloop {
         }
         if (!update) continue;
       } else {
-        multiply(half);
-        half = false;
+        multiply(half_block);
+        half_block = false;
         transform_and_mask(scores);
       }
       softmax.update(scores, params_.logit_unit_log2);
@@ -174,7 +178,7 @@ class ForwardMainloop {
     }
 
     wait_for_v(v_position());
-    multiply_pv(v_position().stage, half);
+    multiply_pv(v_position().stage, half_block);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half] = softmax.finish(half, params_.logit_unit);
