@@ -29,6 +29,10 @@ class ForwardMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kCountS = kBlockN / 2;
   static constexpr int kCountO = Traits::kHeadDimV / 2;
+  // Exponentials of a block that are made before its maximum is known to be the one before, as many
+  // as the registers allow; up to which they are made under P V.
+  static constexpr int kEarly = kCountS + kCountO <= 168 ? 12 : 4;
+  static constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
 
  public:
   __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
@@ -117,8 +121,6 @@ class ForwardMainloop {
     };
     // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
     // in it to jump over.
-    constexpr int kEarly = OnlineSoftmax::kEarly;
-    constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
     --block;
     while (block >= blocks.begin) {
       if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
