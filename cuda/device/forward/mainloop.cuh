@@ -35,6 +35,10 @@ class ForwardMainloop {
   static constexpr int kCountO = Traits::kHeadDimV / 2;
   // Keys of half a block, rounded up to steps of P V.
   static constexpr int kHalfBlock = ceil_div(kBlockN, 32) * 16;
+  // Exponentials of a block that are made before its maximum is known to be the one before, as many
+  // as the registers allow; up to which they are made under P V.
+  static constexpr int kEarly = kCountS + kCountO <= 168 ? 12 : 4;
+  static constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
 
  public:
   __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
@@ -144,8 +148,7 @@ class ForwardMainloop {
     };
     // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
     // in it to jump over. It is not entered behind half a block.
-    constexpr int kEarly = OnlineSoftmax::kEarly;
-    constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
+    // in it to jump over.
     --block;
     while (block >= blocks.begin) {
       if (params_.transform == ScoreTransform::none && !blocks.masked(block) && !half_block) {

@@ -44,9 +44,6 @@ __device__ inline float log2_approx(float x) {
 }
 
 struct OnlineSoftmax {
-  // Scores of a thread whose exponentials are made before m is known to be kept.
-  static constexpr int kEarly = 12;
-
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};
   float offset[2] = {0.f, 0.f};                 // c m
@@ -56,7 +53,7 @@ struct OnlineSoftmax {
 
   // Collective over the warp. The exponentials of the first scores -> early; whether a row needs
   // `update`, then `early` means nothing.
-  template <int kCount>
+  template <int kEarly, int kCount>
   __device__ __forceinline__ bool try_block(const float (&s)[kCount], float (&early)[kEarly],
                                             float logit_unit_log2) const {
 #pragma unroll
