@@ -90,6 +90,16 @@ FA_HOST_DEVICE constexpr KeyBlocks split_blocks(KeyBlocks blocks, int split, int
   return blocks;
 }
 
+// Some rows of a tile, which would visit `own` if they were alone. What they visit of the tile's
+// blocks: they leave out the last ones, of which they see no key, but not the first one, so that
+// there is a block to begin with.
+FA_HOST_DEVICE constexpr KeyBlocks share_of_rows(KeyBlocks tile, const KeyBlocks& own) {
+  if (own.end < tile.end) tile.end = own.end > tile.begin ? own.end : tile.begin + 1;
+  tile.full_begin = own.full_begin > tile.begin ? own.full_begin : tile.begin;
+  tile.full_end = own.full_end;
+  return tile;
+}
+
 // Where partial results of a split lie, in matrices of one batch index: the axis of the splits is
 // outside the innermost batch axis, whose size is `inner_batch`.
 FA_HOST_DEVICE constexpr int partial_batch(int batch, int split, int num_splits, int inner_batch) {

@@ -342,6 +342,44 @@ def test_r25_very_low_logits(seqlen_k, num_splits):
     np.testing.assert_allclose(lse, -46340.95 + np.log(seqlen_k), rtol=1e-6, atol=1e-3)
 
 
+@pytest.mark.parametrize("factor", [8.0, 2.0**15], ids=["growing", "large"])
+@pytest.mark.parametrize("seqlen_q", [64, 200])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_are_independent_of_large_logits(dim, seqlen_q, factor):
+    """Large logits, and a maximum that grows from block to block, take a way of their own: rows
+    beside them keep their bits."""
+    case = Case(dim, batch=1, heads=2, heads_kv=2, seqlen_q=seqlen_q, seqlen_k=600)
+    q, k, v = make(case)[:3]
+    k = (k.astype(np.float32) * np.linspace(3, 1, 600)[:, None, None]).astype(k.dtype)
+    large = np.arange(seqlen_q) % 3 == 0
+    mixed = np.where(large[:, None, None], q.astype(np.float32) * factor, q).astype(q.dtype)
+    attend = jax.jit(functools.partial(fa.flash_attention, return_lse=True, implementation=BEST))
+    for alone, beside in zip(attend(q, k, v), attend(mixed, k, v), strict=True):
+        axis = 1 if alone.ndim == 4 else 2
+        alone, beside = (np.compress(~large, np.asarray(x), axis=axis) for x in (alone, beside))
+        assert alone.tobytes() == beside.tobytes()
+
+
+@pytest.mark.parametrize("exponent", [10, 17, 24, 28])
+def test_large_logits(exponent):
+    """Keys of three distinct logits: the greatest has all the weight, and ties share it."""
+    q = jnp.full((1, 16, 1, 64), 1, jnp.bfloat16).at[:, ::2].set(-1)
+    factor = np.float32([1.75, 2.0, 1.0])[np.arange(140) % 3]
+    k = jnp.zeros((1, 140, 1, 64)).at[0, :, 0, 0].set(factor * 2.0**exponent)
+    v = jnp.zeros((1, 140, 1, 64)).at[0, :, 0, 0].set(np.arange(140) % 3)
+    k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+    attend = functools.partial(
+        fa.flash_attention, softmax_scale=1.0, return_lse=True, implementation=BEST
+    )
+    out, lse = jax.jit(attend)(q, k, v)
+    sign = np.where(np.arange(16) % 2 == 0, -1.0, 1.0)
+    np.testing.assert_array_equal(
+        np.asarray(out, np.float32)[0, :, 0, 0], np.where(sign > 0, 1.0, 2.0)
+    )
+    top = np.where(sign > 0, 2.0, -1.0) * 2.0**exponent
+    np.testing.assert_allclose(lse[0, 0], top, rtol=0.01)
+
+
 @pytest.mark.parametrize("dim", [12, 264])
 def test_r30_other_head_dimensions_are_refused(dim):
     with pytest.raises(ValueError, match=rf"q has head dimension {dim}; allowed are 8, 16"):

@@ -159,6 +159,37 @@ def test_forward_key_blocks(window, lengths, top_left):
             assert all(whole <= set(row) for row in keys)
 
 
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_rows_of_a_forward_tile_leave_out_only_what_they_do_not_see(window, lengths, num_splits):
+    seqlen_q, seqlen_k = lengths
+    shift = seqlen_k - seqlen_q
+    block_m, share_m, block_n = 6, 2, 3
+    for tile_first in range(0, seqlen_q, block_m):
+        tile_last = min(tile_first + block_m, seqlen_q) - 1
+        of_tile = maps.key_blocks(*window, shift, seqlen_k, tile_first, tile_last, block_n)
+        for split in range(num_splits):
+            tile = maps.split_blocks(*of_tile[:2], split, num_splits)
+            if tile[1] <= tile[0]:
+                continue
+            for first in range(tile_first, tile_first + block_m, share_m):
+                last = min(first + share_m - 1, tile_last)
+                own = maps.key_blocks(*window, shift, seqlen_k, first, last, block_n)
+                begin, end, full_begin, full_end = maps.share_of_rows(*tile, *own)
+                assert begin == tile[0] < end <= tile[1]
+                keys = [
+                    brute_force_keys(window, shift, seqlen_k, i) for i in range(first, last + 1)
+                ]
+                seen = {j // block_n for row in keys for j in row}
+                assert seen & set(range(*tile)) <= set(range(begin, end))
+                if end < tile[1]:
+                    assert end - 1 in seen or end == begin + 1, "as many as possible are left out"
+                for block in range(max(begin, full_begin), min(end, full_end)):
+                    whole = set(range(block * block_n, (block + 1) * block_n))
+                    assert all(whole <= set(row) for row in keys)
+
+
 @pytest.mark.parametrize("last_first", [False, True])
 @pytest.mark.parametrize(
     ("row_blocks", "heads", "section"), [(1, 1, 1), (5, 7, 3), (4, 6, 6), (3, 8, 1)]

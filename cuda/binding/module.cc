@@ -336,6 +336,12 @@ NB_MODULE(_native, module) {
     const KeyBlocks blocks = key_blocks({left, right, shift}, seqlen_k, first, last, block_n);
     return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
   });
+  maps.def("share_of_rows", [](int begin, int end, int own_begin, int own_end, int own_full_begin,
+                               int own_full_end) {
+    const KeyBlocks blocks =
+        share_of_rows({begin, end, 0, 0}, {own_begin, own_end, own_full_begin, own_full_end});
+    return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
+  });
   maps.def("tile_position",
            [](int row_blocks, int heads, int section_heads, bool last_first, int tile) {
              const TilePosition position =

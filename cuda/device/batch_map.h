@@ -31,16 +31,18 @@ struct BatchMap {
   template <int kCount>
   FA_HOST_DEVICE void offsets(int batch, int (&offset)[kCount]) const {
     static_assert(kCount <= kNumOperands);
-    for (int operand = 0; operand < kCount; ++operand) offset[operand] = 0;
+    // Summed up in registers: `offset` may be shared memory that several threads write alike.
+    int sum[kCount] = {};
     FA_NO_UNROLL
     for (int axis = num_axes - 1; axis >= 0; --axis) {
       const int rest = batch / size[axis];
       const int index = batch - rest * size[axis];
       for (int operand = 0; operand < kCount; ++operand) {
-        offset[operand] += index * static_cast<int>(stride[operand][axis]);
+        sum[operand] += index * static_cast<int>(stride[operand][axis]);
       }
       batch = rest;
     }
+    for (int operand = 0; operand < kCount; ++operand) offset[operand] = sum[operand];
   }
 };
 

@@ -21,7 +21,8 @@
 //                                       which a sequence ends; the cleaner waits, and arrives at
 //                                       v_full; per slot, as the producer may be a tile ahead of it
 //   q_empty[s], k_empty[s], v_empty[s]  one lane of each consumer warp arrives when its wgmma has
-//                                       read; the producer waits; the stage is free
+//                                       read, or when the stage is there and its warpgroup sees none
+//                                       of the keys; the producer waits; the stage is free
 //
 // Warpgroups of a tile meet only to take turns: O leaves from registers, so that one's output runs
 // under the other's GEMMs and the next tile's V waits for neither (3 to 5 % of the kernel's time with

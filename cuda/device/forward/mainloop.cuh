@@ -9,6 +9,10 @@
 //
 // So the exponentials of one block run under P V of the one before and under the other warpgroup's
 // GEMMs.
+//
+// Of a tile's last blocks, which reach past the diagonal of a causal mask, a warpgroup leaves out
+// those of which its own rows see nothing, and takes only half of the first one left where they see
+// no more of it.
 #pragma once
 
 #include "device/epilogue/convert.cuh"
@@ -29,6 +33,12 @@ class ForwardMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kCountS = kBlockN / 2;
   static constexpr int kCountO = Traits::kHeadDimV / 2;
+  // Keys of half a block, rounded up to steps of P V.
+  static constexpr int kHalfBlock = ceil_div(kBlockN, 32) * 16;
+  // Exponentials of a block that are made before its maximum is known to be the one before, as many
+  // as the registers allow; up to which they are made under P V.
+  static constexpr int kEarly = kCountS + kCountO <= 168 ? 12 : 4;
+  static constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
 
  public:
   __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
@@ -57,107 +67,121 @@ class ForwardMainloop {
     uint32_t p[kCountS / 2];
     auto r_o = make_tensor(make_rmem_ptr(o),
                            Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
-    const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
-                                 Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
     const auto multiply_qk = [&](int stage) __attribute__((always_inline)) {
       issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(stage)), scores);
     };
-    const auto multiply_pv = [&](int stage) __attribute__((always_inline)) {
-      issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(stage)), r_o);
+    // Over the keys of a whole block or of its first half.
+    const auto multiply_pv = [&](int stage, bool half) __attribute__((always_inline)) {
+      const auto multiply = [&]<int kKeys>() __attribute__((always_inline)) {
+        const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
+                                     Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+        issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(stage)), r_o);
+      };
+      if (half) {
+        multiply.template operator()<kHalfBlock>();
+      } else {
+        multiply.template operator()<kBlockN>();
+      }
     };
     const auto wait_for_v = [&](const Ring& position) {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
-    KeyBlocks blocks = uniform(tile.blocks);
-    blocks.full_begin = max(blocks.full_begin, blocks.begin);
+    const KeyBlocks blocks = uniform(tile.shares[warpgroup_]);
+    // Of the block whose P is there, no key past the half is seen.
+    bool half_block = uniform(tile.first_keys[warpgroup_]) <= kHalfBlock;
+    // Blocks that the other warpgroups visit.
+    for (int left_out = uniform(tile.blocks.end); left_out > blocks.end; --left_out) leave_out();
     int block = blocks.end - 1;
-    const auto transform_and_mask = [&]() __attribute__((always_inline)) {
+    const auto transform_and_mask = [&](auto& scores) __attribute__((always_inline)) {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, threadIdx.x);
     };
-    float first_sum;
-    const auto exponentiate_first = [&]() __attribute__((always_inline)) {
-      first_sum = softmax.template exponentiate<0>(scores, params_.logit_unit_log2);
-    };
-    const auto exponentiate_second = [&]() __attribute__((always_inline)) {
-      softmax.row_sum[0] += first_sum;
-      softmax.row_sum[1] += softmax.template exponentiate<1>(scores, params_.logit_unit_log2);
-      convert(scores, p);
+    // P of the first block, from its first kKeys keys.
+    const auto first_block = [&]<int kKeys>() __attribute__((always_inline)) {
+      auto& part = reinterpret_cast<float(&)[kKeys / 2]>(scores);
+      issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(ring_.stage)), part);
+      smem_.mask.prepare(params_, tile, threadIdx.x);
+#pragma unroll
+      for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
+      warpgroup_wait<0>();
+      fence_registers(part);
+      release_k(q_stage, block == blocks.begin);
+      transform_and_mask(part);
+      softmax.update(part, params_.logit_unit_log2);
+      convert(part, p);
     };
 
     FullBarrier::wait(&smem_.q_full[q_stage], q_phase);
     wait_for_k(ring_);
-    multiply_qk(ring_.stage);
-    smem_.mask.prepare(params_, tile, threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
-    warpgroup_wait<0>();
-    fence_registers(scores);
-    release_k(q_stage, block == blocks.begin);
+    if (half_block) {
+      first_block.template operator()<kHalfBlock>();
+    } else {
+      first_block.template operator()<kBlockN>();
+    }
     ring_.advance();
-    transform_and_mask();
-    softmax.maximise(scores, params_.logit_unit_log2);
-    exponentiate_first();
-    if (softmax.has_large_logits()) softmax.correct(scores, first_sum, params_.logit_unit_log2);
-    exponentiate_second();
     if (block > blocks.begin) wait_for_k(ring_);
 
-    bool large;
-    // One block in two halves: S of it and P V of the block before are issued, then P of the block
-    // is made, its second half when P V is complete.
-    const auto first_half = [&]<bool kPlain>() __attribute__((always_inline)) {
+    // S of a block and P V of the one before are issued; S is there.
+    const auto multiply = [&](bool half) __attribute__((always_inline)) {
       const Ring v = v_position();
       take_turn();
       multiply_qk(ring_.stage);
-      if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
       wait_for_v(v);
-      multiply_pv(v.stage);
+      multiply_pv(v.stage, half);
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
       release_k(q_stage, block == blocks.begin);
-      if constexpr (!kPlain) transform_and_mask();
-      softmax.maximise(scores, params_.logit_unit_log2);
-      large = softmax.has_large_logits();
-      exponentiate_first();
-      // The assembler would move the wait for P V ahead of the exponentials, which are to run under
-      // it; it does not move it across the loop that waits for the next K.
-      fence_registers(scores);
     };
-    const auto second_half = [&]() __attribute__((always_inline)) {
+    // P V is there.
+    const auto wait_for_pv = [&]() __attribute__((always_inline)) {
       const int v_stage = v_position().stage;
       ring_.advance();
+      // The assembler would move the wait for P V ahead of the exponentials, which are to run under
+      // it; it does not move it across the loop that waits for the next K.
       if (block > blocks.begin) wait_for_k(ring_);
       warpgroup_wait<0>();
       fence_registers(o);
       release(smem_.v_empty, v_stage);
-      exponentiate_second();
-      if constexpr (!Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
       --block;
     };
-    // Blocks without mask, transform and large logits have a loop of their own, with nothing in it
-    // to jump over.
+    // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
+    // in it to jump over. It is not entered behind half a block.
+    // in it to jump over.
     --block;
     while (block >= blocks.begin) {
-      if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
+      if (params_.transform == ScoreTransform::none && !blocks.masked(block) && !half_block) {
+        bool update;
         while (true) {
-          first_half.template operator()<true>();
-          if (large) break;
-          second_half();
+          multiply(false);
+          float early[kEarly];
+          update = softmax.try_block(scores, early, params_.logit_unit_log2);
+          if (update) break;
+#pragma unroll
+          for (int i = 0; i < kEarly; ++i) scores[i] = early[i];
+          softmax.template exponentiate<kEarly, kLate>(scores, params_.logit_unit_log2);
+          softmax.template add<0, kLate>(scores);
+          wait_for_pv();
+          softmax.template exponentiate<kLate, kCountS>(scores, params_.logit_unit_log2);
+          softmax.template add<kLate, kCountS>(scores);
+          convert(scores, p);
           if (block < blocks.full_begin) break;
         }
-        if (!large) continue;
+        if (!update) continue;
       } else {
-        first_half.template operator()<false>();
+        multiply(half_block);
+        half_block = false;
+        transform_and_mask(scores);
       }
-      if (large) softmax.correct(scores, first_sum, params_.logit_unit_log2);
-      second_half();
+      softmax.update(scores, params_.logit_unit_log2);
+      wait_for_pv();
+      rescale_o(o, softmax.rescale);
+      convert(scores, p);
     }
 
-    if constexpr (Traits::kRescaleBeforeGemm) rescale_o(o, softmax.rescale);
     wait_for_v(v_position());
-    multiply_pv(v_position().stage);
+    multiply_pv(v_position().stage, half_block);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half] = softmax.finish(half, params_.logit_unit);
@@ -200,36 +224,51 @@ class ForwardMainloop {
   // V of the block whose P is there: one behind the next K.
   __device__ Ring v_position() const { return ring_.previous(); }
 
+  // Instead of a block of which this warpgroup sees nothing. The stages are released once the block
+  // is there: earlier, this would count for the block that had them before. The turn is taken and
+  // passed on, since all warpgroups have as many.
+  __device__ void leave_out() {
+    wait_for_k(ring_);
+    release(smem_.k_empty, ring_.stage);
+    FullBarrier::wait(&smem_.v_full[ring_.stage], ring_.phase);
+    release(smem_.v_empty, ring_.stage);
+    ring_.advance();
+    take_turn();
+    pass_turn();
+  }
+
   // In parts with a branch before each: the assembler would begin all elements at once and spill.
-  __device__ void transform_scores(float (&scores)[kCountS]) const {
+  template <int kCount>
+  __device__ void transform_scores(float (&scores)[kCount]) const {
     if (params_.transform == ScoreTransform::none) return;
     constexpr int kPart = 16;
 #pragma unroll
-    for (int begin = 0; begin < kCountS; begin += kPart) {
+    for (int begin = 0; begin < kCount; begin += kPart) {
       if (opaque(static_cast<int>(params_.transform)) ==
           static_cast<int>(ScoreTransform::softcap)) {
         // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
         const float factor = 2.f * kLog2E * params_.factor;
 #pragma unroll
-        for (int i = begin; i < min(begin + kPart, kCountS); ++i) {
+        for (int i = begin; i < min(begin + kPart, kCount); ++i) {
           scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
         }
       } else {
 #pragma unroll
-        for (int i = begin; i < min(begin + kPart, kCountS); ++i) scores[i] *= params_.factor;
+        for (int i = begin; i < min(begin + kPart, kCount); ++i) scores[i] *= params_.factor;
       }
     }
   }
 
-  static __device__ void convert(const float (&scores)[kCountS], uint32_t (&p)[kCountS / 2]) {
+  template <int kCount>
+  static __device__ void convert(const float (&scores)[kCount], uint32_t (&p)[kCountS / 2]) {
 #pragma unroll
-    for (int i = 0; i < kCountS / 2; ++i) {
+    for (int i = 0; i < kCount / 2; ++i) {
       p[i] = pack<kConfig.dtype>(scores[2 * i], scores[2 * i + 1]);
     }
   }
 
   static __device__ void rescale_o(float (&o)[kCountO], const float (&factor)[2]) {
-    // Nearly always: what P is relative to rarely changes after the first block.
+    // Often: what P is relative to rarely changes after a row's first block.
     if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
 #pragma unroll
     for (int i = 0; i < kCountO; ++i) o[i] *= factor[i / 2 % 2];

@@ -4,18 +4,25 @@
 //   P = 2^(c score - c m')   l' = l 2^(c (m - m')) + sum P   O' = O 2^(c (m - m'))
 //
 // at one fused multiply-add and one exponential per score. The rule keeps m, which all results are
-// relative to, in nearly every block but the first, and O need not be multiplied (2 to 6 % of the
-// kernel's time); P is at most 2^8. State of a thread: its two rows' m (equal in the four threads of
-// a row) and its own part of the sum l; the parts are added at the end.
+// relative to, in nearly every block but the first; P is at most 2^8. State of a thread: its two
+// rows' m (equal in the four threads of a row) and its own part of the sum l; the parts are added at
+// the end.
 //
-// The rounding of c m' is an error of P that all scores of a row share, and too small to matter as
-// long as |c m'| < 2^10. For larger logits the top score's P would not be 1, and its own rounding to
-// 16 bits would show where one key has all the weight; `correct` takes the error out. A row that
-// has seen no key has m = -inf and subtracts 0.
+// So a block begins with m as it is: `try_block` makes the first exponentials, into registers of
+// their own, while it looks for a score that is too great. Nearly always there is none, no thread
+// needs to know of others' scores, and O stays as it is. Otherwise the scores are still there, and
+// `update` does all that the block needs.
 //
-// The two rows are handled one after the other and without branches, so that the assembler
-// interleaves the maximum of one row with the exponentials of the other, and both with what comes
-// before and after: a branch between them cost 7 % of the kernel's time.
+// A warp goes one way for all its rows, but a row's bits depend on its own scores only: `update`
+// changes m by the rule above, which knows one row, and a row that keeps m gets from it what the
+// other way gives: the same offset, the same multiply-adds (0 is subtracted before), the same order
+// of summands, and a factor of 1 for l and O.
+//
+// The rounding of c m is an error of P that all scores of a row share, and too small to matter as
+// long as |c m| < 2^10. For larger logits the top score's P would not be 1, and its own rounding to
+// 16 bits would show where one key has all the weight: such a row subtracts before it multiplies,
+// and has a threshold of -inf, so that any score of it calls for `update`. So has a row that has seen
+// no key; its m is -inf and its offset 0. NaN is above no threshold and spreads by itself.
 #pragma once
 
 #include <cmath>
@@ -39,80 +46,82 @@ __device__ inline float log2_approx(float x) {
 struct OnlineSoftmax {
   float row_max[2] = {-INFINITY, -INFINITY};
   float row_sum[2] = {0.f, 0.f};
+  float offset[2] = {0.f, 0.f};                 // c m
+  float threshold[2] = {-INFINITY, -INFINITY};  // a greater score calls for `update`
+  float rescale[2];    // by the last update: what O is to be multiplied with
+  float block_sum[4];  // of the block at hand, per row of even and odd columns
 
-  // Of the block at hand.
-  float offset[2];   // c m'
-  float rescale[2];  // what O and the sum so far have to be multiplied with
+  // Collective over the warp. The exponentials of the first scores -> early; whether a row needs
+  // `update`, then `early` means nothing.
+  template <int kEarly, int kCount>
+  __device__ __forceinline__ bool try_block(const float (&s)[kCount], float (&early)[kEarly],
+                                            float logit_unit_log2) const {
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) {
+      early[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[i / 2 % 2]));
+    }
+    const bool first = largest(s, 0) > threshold[0];
+    const bool second = largest(s, 1) > threshold[1];
+    // An overflow without a score above the threshold does not happen; to ask for it keeps the
+    // compiler from making the exponentials behind the branch.
+    float sum[4];
+#pragma unroll
+    for (int i = 0; i < kEarly; ++i) sum[i % 4] = i < 4 ? early[i] : sum[i % 4] + early[i];
+    const bool overflow = (sum[0] + sum[1]) + (sum[2] + sum[3]) > kHuge;
+    return __any_sync(~0u, first | second | overflow);
+  }
 
-  template <int kCount>
-  __device__ __forceinline__ void maximise(const float (&s)[kCount], float logit_unit_log2) {
+  // After a try_block that was false: scores kBegin to kEnd -> P in place.
+  template <int kBegin, int kEnd, int kCount>
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], float logit_unit_log2) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // Two chains, so that the next maximum need not wait for the last.
-      float even = fmaxf(row_max[half], s[2 * half]);
-      float odd = s[2 * half + 1];
+    for (int i = kBegin; i < kEnd; ++i) {
+      s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[i / 2 % 2]));
+    }
+  }
+
+  // Adds P of scores kBegin to kEnd to the sum; from 0 on, in this order, whichever way P was made.
+  template <int kBegin, int kEnd, int kCount>
+  __device__ __forceinline__ void add(const float (&s)[kCount]) {
 #pragma unroll
-      for (int i = 4; i < kCount; i += 4) {
-        even = fmaxf(even, s[i + 2 * half]);
-        odd = fmaxf(odd, s[i + 2 * half + 1]);
+    for (int i = kBegin; i < kEnd; ++i) {
+      block_sum[i % 4] = i < 4 ? s[i] : block_sum[i % 4] + s[i];
+    }
+    if constexpr (kEnd == kCount) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        row_sum[half] += block_sum[2 * half] + block_sum[2 * half + 1];
       }
-      float largest = fmaxf(even, odd);
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      // NaN where no key has been seen at all: not grown.
-      constexpr float kMaxGrowth = 8.f;
-      const float growth = (largest - row_max[half]) * logit_unit_log2;
-      const bool grown = growth > kMaxGrowth;
-      rescale[half] = grown ? exp2_approx(-growth) : 1.f;
-      row_max[half] = grown ? largest : row_max[half];
-      const float subtract = row_max[half] == -INFINITY ? 0.f : row_max[half];
-      offset[half] = __fmul_rn(subtract, logit_unit_log2);
-      row_sum[half] *= rescale[half];
     }
   }
 
-  // Scores of one row -> P in place; returns their sum, which is still to be added to row_sum.
-  template <int kHalf, int kCount>
-  __device__ __forceinline__ float exponentiate(float (&s)[kCount], float logit_unit_log2) const {
-    float even = 0.f;
-    float odd = 0.f;
-#pragma unroll
-    for (int i = 2 * kHalf; i < kCount; i += 4) {
-      s[i] = exp2_approx(fmaf(s[i], logit_unit_log2, -offset[kHalf]));
-      s[i + 1] = exp2_approx(fmaf(s[i + 1], logit_unit_log2, -offset[kHalf]));
-      even += s[i];
-      odd += s[i + 1];
-    }
-    return even + odd;
-  }
-
-  // Collective over the warp: whether the weights need `correct`.
-  __device__ bool has_large_logits() const {
-    constexpr float kExactLimit = 1024.f;
-    return __any_sync(~0u, fmaxf(fabsf(offset[0]), fabsf(offset[1])) >= kExactLimit);
-  }
-
-  // Between the two rows: takes the offset's error out of P of the first row and of its sum, and
-  // makes scores of the second such that there is none.
+  // Collective over the warp. A block with any scores: m, then scores -> P in place, and the sum.
+  // The two rows one after the other and without branches, so that the assembler interleaves the
+  // maximum of one with the exponentials of the other.
   template <int kCount>
-  __device__ __forceinline__ void correct(float (&s)[kCount], float& first_sum,
-                                          float logit_unit_log2) {
-    float subtract[2];
+  __device__ __forceinline__ void update(float (&s)[kCount], float logit_unit_log2) {
+    // Finite, so that adding it to -inf is -inf.
+    const float max_growth = fminf(__fdividef(8.f, logit_unit_log2), kHuge);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      subtract[half] = row_max[half] == -INFINITY ? 0.f : row_max[half];
-    }
-    const float rounded = __fmul_rn(subtract[0], logit_unit_log2);
-    const float factor = exp2_approx(fmaf(-subtract[0], logit_unit_log2, rounded));
-    first_sum *= factor;
+      float top = largest(s, half);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const bool grown = top > row_max[half] + max_growth;
+      rescale[half] = grown ? exp2_approx((row_max[half] - top) * logit_unit_log2) : 1.f;
+      row_max[half] = grown ? top : row_max[half];
+      offset[half] = grown ? __fmul_rn(top, logit_unit_log2) : offset[half];
+      row_sum[half] *= rescale[half];
+      const bool large = fabsf(offset[half]) >= 1024.f;
+      threshold[half] = large ? -INFINITY : row_max[half] + max_growth;
+      const float subtract = large ? row_max[half] : 0.f;
+      const float summand = large ? 0.f : -offset[half];
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      s[i] *= factor;
-      s[i + 1] *= factor;
-      s[i + 2] -= subtract[1];
-      s[i + 3] -= subtract[1];
+      for (int i = 2 * half; i < kCount; i += i % 2 == 0 ? 1 : 3) {
+        s[i] = exp2_approx(fmaf(s[i] - subtract, logit_unit_log2, summand));
+      }
     }
-    offset[1] = 0.f;
+    add<0, kCount>(s);
   }
 
   // Collective over the four threads of a row: what the epilogue needs to know.
@@ -125,6 +134,23 @@ struct OnlineSoftmax {
     constexpr float kLn2 = 0.693147181f;
     const float lse = fmaf(log2_approx(sum), kLn2, row_max[half] * logit_unit);
     return sum == 0.f ? RowStatistics{} : RowStatistics{__fdividef(1.f, sum), lse};
+  }
+
+ private:
+  static constexpr float kHuge = 3e38f;
+
+  // This thread's largest score of a row. Two chains, so that the next maximum need not wait for
+  // the last.
+  template <int kCount>
+  static __device__ __forceinline__ float largest(const float (&s)[kCount], int half) {
+    float even = s[2 * half];
+    float odd = s[2 * half + 1];
+#pragma unroll
+    for (int i = 4; i < kCount; i += 4) {
+      even = fmaxf(even, s[i + 2 * half]);
+      odd = fmaxf(odd, s[i + 2 * half + 1]);
+    }
+    return fmaxf(even, odd);
   }
 };
 

@@ -22,6 +22,8 @@ namespace fa {
 
 struct alignas(16) ForwardTile {
   KeyBlocks blocks;
+  KeyBlocks shares[3];  // of them, per warpgroup
+  int first_keys[3];    // up to the last one seen in the first block of a share
   Window window;
   int used_rows;    // rows before the end of the sequence; the others of the tile are empty
   int tail_begin;   // first row of the last block whose V has to be zeroed; 0: none
@@ -155,6 +157,23 @@ __device__ void find_tile(const ForwardParams& params, SegmentWindow& window, in
     // Past the length V may hold anything, except past the buffer, where it reads as zeros.
     const int end = tile.blocks.end * kBlockN;
     tile.tail_begin = seqlen_k < min(params.seqlen_k, end) ? seqlen_k - end + kBlockN : 0;
+    __syncwarp();
+  }
+  {
+    // A lane per warpgroup.
+    const int warpgroup = min(opaque(threadIdx.x) % kWarpSize, 2);
+    const int row = warpgroup * kRowsPerWarpgroup;
+    const int num_rows = min(tile.used_rows - row, kRowsPerWarpgroup);
+    const int row_begin = tile.output.row_begin + row;
+    const int first = params.output.qhead_per_khead.div(row_begin);
+    const int last =
+        num_rows > 0 ? params.output.qhead_per_khead.div(row_begin + num_rows - 1) : first - 1;
+    const int seqlen_k = tile.segment.seqlen_k;
+    const KeyBlocks share =
+        share_of_rows(tile.blocks, key_blocks(tile.window, seqlen_k, first, last, kBlockN));
+    tile.shares[warpgroup] = share;
+    tile.first_keys[warpgroup] =
+        visible_keys(tile.window, seqlen_k, last).end - (share.end - 1) * kBlockN;
   }
 }
 

@@ -37,8 +37,6 @@ struct ForwardTraits {
 
   // Warpgroups take turns on the tensor cores: one's softmax runs under the other's GEMM.
   static constexpr bool kTakeTurns = kWarpgroups > 1;
-  // With a wide O its rescaling runs under the next Q K^T instead of after the softmax.
-  static constexpr bool kRescaleBeforeGemm = kHeadDimV > 128;
 
   // Tiles are panels of 64 (32) columns, rows of a panel 128 (64) bytes with TMA's swizzle.
   static constexpr int kPanelColumns = output_panel_columns(kHeadDim);
@@ -74,6 +72,7 @@ struct ForwardTraits {
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 
   // Named barriers kTurn + w: warpgroup w - 1 arrives, warpgroup w waits, 256; w may issue its GEMMs.
+  // Per block of a tile but one, whether w has GEMMs then or not.
   static constexpr int kTurn = 1;
 
   using OutputType = std::conditional_t<kConfig.output == Output::final,
