@@ -148,7 +148,6 @@ class ForwardMainloop {
     };
     // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
     // in it to jump over. It is not entered behind half a block.
-    // in it to jump over.
     --block;
     while (block >= blocks.begin) {
       if (params_.transform == ScoreTransform::none && !blocks.masked(block) && !half_block) {
