@@ -133,9 +133,11 @@ class BackwardConsumer {
     }
   }
 
-  // S^T -> P^T.
+  // S^T -> P^T. kSoftcap: there may be one.
+  template <bool kSoftcap>
   __device__ void exponentiate(float (&scores)[kCountS], const Statistics& lse) const {
-    if (params_.softcapped) [[unlikely]] {
+    const bool softcapped = kSoftcap && params_.softcapped;
+    if (softcapped) [[unlikely]] {
       // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
       const float factor = 2.f * kLog2E * params_.tanh_factor;
 #pragma unroll
@@ -143,7 +145,7 @@ class BackwardConsumer {
         scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
       }
     }
-    const float scale = params_.softcapped ? params_.softcap_log2 : params_.scale_log2;
+    const float scale = softcapped ? params_.softcap_log2 : params_.scale_log2;
 #pragma unroll
     for (int g = 0; g < kCountS / 4; ++g) {
 #pragma unroll
@@ -156,6 +158,7 @@ class BackwardConsumer {
   }
 
   // dP^T -> dS^T without the scale. `lse` is read again with a softcap.
+  template <bool kSoftcap>
   __device__ void multiply_ds(const float (&p)[kCountS], float (&dp)[kCountS],
                               const Statistics& delta, const float* lse) const {
 #pragma unroll
@@ -165,7 +168,7 @@ class BackwardConsumer {
         dp[i] = p[i] * (dp[i] - (i % 2 == 0 ? delta[g].x : delta[g].y));
       }
     }
-    if (params_.softcapped) [[unlikely]] {
+    if (kSoftcap && params_.softcapped) [[unlikely]] {
       // The derivative 1 - tanh^2, with the tanh that P came from: rare enough to find it again.
       const float factor = 1.f / params_.softcap_log2;
 #pragma unroll

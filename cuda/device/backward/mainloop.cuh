@@ -191,7 +191,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
             multiply_dp(1, stage);
           }
         }
-        this->exponentiate(scores[part], statistics);
+        this->template exponentiate<true>(scores[part], statistics);
         this->load_statistics(of_block + kBlockM + part * kPartM, statistics);
         if (blocks.masked(block)) [[unlikely]] {
           smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
@@ -208,7 +208,8 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           warpgroup_wait<1>();
         }
         fence_registers(dp[part]);
-        this->multiply_ds(scores[part], dp[part], statistics, of_block + part * kPartM);
+        this->template multiply_ds<true>(scores[part], dp[part], statistics,
+                                         of_block + part * kPartM);
         if constexpr (!Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
           if (part == 0) multiply_dv(0, stage);

@@ -164,7 +164,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
 
     FA_NO_UNROLL
     while (true) {
-      this->exponentiate(scores, statistics);
+      this->template exponentiate<true>(scores, statistics);
       if (tile.blocks.masked(walk.block)) {
         smem_.mask.apply(scores, walk.block * kBlockM + first_query, thread_);
       }
@@ -179,7 +179,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // block before reads dS any more.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
       multiply_dv();
-      this->multiply_ds(scores, dp, statistics, lse);
+      this->template multiply_ds<true>(scores, dp, statistics, lse);
       this->convert(dp, packed);
       // The other CTA has multiplied the block before's dS.
       FullBarrier::wait(&smem_.ds_taken, ring_.phase ^ 1);
