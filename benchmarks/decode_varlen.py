@@ -8,9 +8,9 @@ one program, each time on what came out, so that nothing but the device's time i
 sequences whose lengths follow a Zipf law, 16,384 tokens in all, against the dense kernel on
 sequences of the length at which every token has as much work; TFLOP/s count 4 H D sum(l^2)
 operations, half as many with a causal mask. Layers: a decode step of LAYERS layers, a cache each,
-as one program. cuDNN runs through ``jax.nn``; FlashAttention-3 takes
-part where the PyPI package fa3-fwd is installed (through torch, its own choice of splits). By
-device time and, for JAX's programs, by the wall (timing.py).
+as one program. cuDNN runs through ``jax.nn``; FlashAttention-3 takes part where the PyPI package
+fa3-fwd is installed (through torch, its own choice of splits). By device time and, for JAX's
+programs, by the wall (timing.py).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def decode(batch, queries, keys, heads, heads_kv, rounds):
 
 def layers(rounds):
     """A decode step: what the wall takes per layer beyond the kernels."""
-    batch, keys, heads, heads_kv = 8, 8192, 32, 8
+    batch, _, keys, heads, heads_kv = DECODE[1]
     q, *caches = random(
         (batch, 1, heads, HEAD_DIM), *[(batch, keys, heads_kv, HEAD_DIM)] * (2 * LAYERS)
     )

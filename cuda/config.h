@@ -83,7 +83,7 @@ struct ScheduleConfig {
 
 // No more threads than there is work for: few start and meet faster.
 constexpr int schedule_num_threads(const ScheduleConfig& config, int num_segments) {
-  const int warps = ceil_div(num_segments, kWarpSize * config.items);
+  const int warps = ceil_div(num_segments > 0 ? num_segments : 1, kWarpSize * config.items);
   return warps * kWarpSize < config.max_threads ? warps * kWarpSize : config.max_threads;
 }
 

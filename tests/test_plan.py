@@ -236,8 +236,14 @@ def test_packed_forward_reserves_a_tile_per_segment():
     assert plan["schedule_kernel"] in {kernel["name"] for kernel in _native.kernels()}
     assert plan["dynamic"]
     assert plan["workspace_size"] == 3 + 4 * (3 + 2)
-    assert forward()["workspace_size"] == 1
+    assert forward()["workspace_size"] == 3
     assert forward()["schedule_kernel"] == ""
+
+
+def test_forward_with_a_counter_resets_it_first():
+    plan = forward(has_seqused_k=True)
+    assert plan["dynamic"]
+    assert plan["schedule_kernel"] == "schedule_1024_1"
 
 
 @pytest.mark.parametrize(

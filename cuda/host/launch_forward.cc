@@ -30,10 +30,12 @@ void set_scale(ForwardParams& params, float softmax_scale, float softcap) {
   params.logit_unit_log2 = params.logit_unit * kLog2E;
 }
 
-// Finds the packed sequences; resets the tile counter too.
+// Finds the packed sequences, if there are any, and resets the tile counter. (A memset would do for
+// the counter alone, but the forward cannot start under one.)
 void launch_schedule(const ForwardArguments& arguments, const ForwardPlan& plan,
                      const ForwardParams& forward, cudaStream_t stream) {
-  const ScheduleParams params = {forward, arguments.cu_seqlens_q, arguments.cu_seqlens_k};
+  ScheduleParams params = {forward, arguments.cu_seqlens_q, arguments.cu_seqlens_k};
+  params.forward.schedule.workspace = arguments.workspace;
   for (const ScheduleKernel& kernel : schedule_kernels()) {
     if (plan.schedule_kernel != kernel.name) continue;
     launch_kernel(kernel.name, symbol_of(schedule_kernels(), kernel.name), 1,
@@ -111,15 +113,16 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
     const int batch_segments = static_cast<int>(problem.sequences + 2);
     params.schedule = {arguments.workspace, static_cast<int>(problem.batch) * batch_segments,
                        batch_segments};
-    launch_schedule(arguments, plan, params, stream);
   } else {
     params.num_tiles = static_cast<int>(plan.num_tiles);
-    if (plan.dynamic) {
-      check(cudaMemsetAsync(params.tile_counter, 0, sizeof(int), stream),
-            "resetting the tile counter");
-    }
   }
-  launch(plan, symbol, params, stream);
+  LaunchOrder order = LaunchOrder::after_previous;
+  if (!plan.schedule_kernel.empty()) {
+    launch_schedule(arguments, plan, params, stream);
+    order = LaunchOrder::waits_itself;
+  }
+  launch_kernel(plan.kernel, symbol, plan.grid, plan.num_threads, plan.smem_bytes, &params, stream,
+                order);
 }
 
 }  // namespace fa

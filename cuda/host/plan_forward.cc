@@ -200,11 +200,14 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   const int64_t splits = std::max(plan.num_splits, 1);
   int64_t row_blocks = ceil_div(problem.seqlen_q * packed_heads, plan.rows_per_tile);
   int64_t order_heads = heads * splits;
-  plan.workspace_size = 1;
-  if (problem.has_cu_seqlens) {
-    const ScheduleKernel& schedule = choose_schedule(problem.batch * (problem.sequences + 2));
+  const auto add_schedule = [&](int64_t num_segments) {
+    const ScheduleKernel& schedule = choose_schedule(num_segments);
     plan.schedule_kernel = schedule.name;
     plan.built = plan.built && schedule.symbol != nullptr;
+  };
+  plan.workspace_size = Schedule::kHeaderSize;
+  if (problem.has_cu_seqlens) {
+    add_schedule(problem.batch * (problem.sequences + 2));
     plan.workspace_size = Schedule::size(problem.sequences);
     // Each segment may end with a tile that is not full.
     row_blocks += problem.sequences + 2;
@@ -238,6 +241,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   plan.dynamic = problem.has_cu_seqlens ||
                  (plan.num_tiles > plan.grid &&
                   (bounds.windowed() || problem.has_seqused_q || problem.has_seqused_k));
+  if (plan.dynamic && !problem.has_cu_seqlens) add_schedule(0);
   plan.num_threads = forward_num_threads(plan.config);
   plan.smem_bytes = forward_smem_bytes(plan.config);
   return plan;

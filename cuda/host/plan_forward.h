@@ -43,7 +43,7 @@ inline constexpr int64_t kChooseSplits = -1;
 struct ForwardPlan {
   ForwardConfig config;
   std::string kernel;
-  std::string schedule_kernel;  // packed: finds the sequences first; else empty
+  std::string schedule_kernel;  // finds packed sequences and resets the counter first; empty: none
   bool built;
   bool pack_gqa;      // the heads of a group share a tile's rows
   int num_splits;     // 0: final results
@@ -56,7 +56,7 @@ struct ForwardPlan {
   bool keys_read_once;
   TileOrder order;         // packed: its row_blocks differ from sequence to sequence
   int64_t num_tiles;       // packed: at most
-  int64_t workspace_size;  // integers per batch index
+  int64_t workspace_size;  // integers per batch index; of a struct Schedule
   int grid;                // 0: nothing to do, no launch
   int num_threads;
   int smem_bytes;

@@ -97,7 +97,12 @@ __global__ void __launch_bounds__(forward_num_threads(Row::kConfig), 1)
   constexpr int kSchedulerWarp = kProducerWarp + 1;
   constexpr int kCleanerWarp = kProducerWarp + 2;
 
-  if (warp == kSchedulerWarp) find_first_tile<Traits::kBlockN>(params, smem.tiles);
+  if (warp == kSchedulerWarp) {
+    // The kernel may start under the schedule's, which waits for all that came before it: nothing is
+    // read before this line, and the other warps do so behind __syncthreads.
+    cudaGridDependencySynchronize();
+    find_first_tile<Traits::kBlockN>(params, smem.tiles);
+  }
   if (threadIdx.x == kProducerWarp * kWarpSize) {
     // Without a key nothing is loaded, and an empty buffer has no descriptor.
     if (params.seqlen_k > 0) {

@@ -10,6 +10,8 @@
 // Both walk over the segments in chunks with prefix scans. A warp holds kItems times 32 neighbours,
 // item by item a lane each, so that all accesses are coalesced.
 //
+// Without segments it only resets the counter that hands out tiles.
+//
 //   reads cu_seqlens, seqused; writes the workspace (struct Schedule)
 #pragma once
 
@@ -81,6 +83,8 @@ __global__ void __launch_bounds__(Row::kConfig.max_threads, 1)
   const int chunk_size = blockDim.x * kItems;
   const int warp_begin = threadIdx.x / kWarpSize * (kWarpSize * kItems) + threadIdx.x % kWarpSize;
   if (threadIdx.x == 0) classes = 0;
+  // The forward may be launched now; it waits for this kernel's end by itself.
+  cudaTriggerProgrammaticLaunchCompletion();
 
   // 1
   const auto find_begins = [&](const int32_t* cu_seqlens, ForwardOperand operand, int total,
