@@ -107,7 +107,7 @@ struct ForwardConfig {
 
 // Tiles that a CTA knows at a time: the one it works on and the next.
 inline constexpr int kForwardTileSlots = 2;
-inline constexpr int kForwardTileBytes = 176;
+inline constexpr int kForwardTileBytes = 160;
 inline constexpr int kForwardWindowBytes = 8 * kWarpSize + 8;
 
 // Full and empty barriers of K, V and Q per stage; of each tile slot full, empty and V's tail.

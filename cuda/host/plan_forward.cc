@@ -46,16 +46,11 @@ Bounds bounds_of(const ForwardProblem& problem) {
 }
 
 // Among the rows that hold the call's columns the narrowest; of these the one for as many query
-// rows; of these the largest tile, which loads and multiplies most per key block, or with a mask and
-// few queries the smallest, which wastes least at the diagonal and in the last tile. (Head dim 64,
-// causal, 128 rows against 192: 8 % faster with 1,024 queries, 7 % slower with 2,048.)
-const ForwardKernel& choose_kernel(const ForwardProblem& problem, Output output,
-                                   const Bounds& bounds, bool few_rows) {
-  const bool prefer_small = bounds.windowed() && bounds.seqlen_q <= 1024;
+// rows; of these the largest tile, which loads and multiplies most per key block.
+const ForwardKernel& choose_kernel(const ForwardProblem& problem, Output output, bool few_rows) {
   const auto worse = [&](const ForwardConfig& config) {
     return std::array{config.head_dim + config.head_dim_v,
-                      (config.block_m == kFewRows) == few_rows ? 0 : 1,
-                      prefer_small ? config.block_m : -config.block_m};
+                      (config.block_m == kFewRows) == few_rows ? 0 : 1, -config.block_m};
   };
   const ForwardKernel* best = nullptr;
   for (const ForwardKernel& kernel : forward_kernels()) {
@@ -172,12 +167,12 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
 
   // Tiles of final and partial results are alike.
   const Output output = problem.num_splits > 0 ? Output::partial : Output::final;
-  const int full_block_m = choose_kernel(problem, output, bounds, false).config.block_m;
+  const int full_block_m = choose_kernel(problem, output, false).config.block_m;
   plan.pack_gqa = choose_packing(problem, bounds, full_block_m);
   const int64_t packed_heads = plan.pack_gqa ? group : 1;
   // A tile holds at least one query's packed heads, also where no sequence has a query.
   const bool few_rows = std::max<int64_t>(bounds.seqlen_q, 1) * packed_heads <= kFewRows;
-  const ForwardKernel* kernel = &choose_kernel(problem, output, bounds, few_rows);
+  const ForwardKernel* kernel = &choose_kernel(problem, output, few_rows);
   plan.num_splits = static_cast<int>(problem.num_splits);
   const auto rows_per_tile = [&] {
     const int block_m = kernel->config.block_m;
@@ -189,7 +184,7 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
     const int64_t splits = choose_splits(problem, bounds, tiles, kernel->config, device.num_sms);
     plan.num_splits = splits == 1 ? 0 : static_cast<int>(splits);
     if (splits > 1) {
-      kernel = &choose_kernel(problem, Output::partial, bounds, few_rows);
+      kernel = &choose_kernel(problem, Output::partial, few_rows);
     }
   }
   plan.config = kernel->config;

@@ -11,8 +11,7 @@
 // GEMMs.
 //
 // Of a tile's last blocks, which reach past the diagonal of a causal mask, a warpgroup leaves out
-// those of which its own rows see nothing, and takes only half of the first one left where they see
-// no more of it.
+// those of which its own rows see nothing.
 #pragma once
 
 #include "device/epilogue/convert.cuh"
@@ -33,12 +32,14 @@ class ForwardMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kCountS = kBlockN / 2;
   static constexpr int kCountO = Traits::kHeadDimV / 2;
-  // Keys of half a block, rounded up to steps of P V.
-  static constexpr int kHalfBlock = ceil_div(kBlockN, 32) * 16;
   // Exponentials of a block that are made before its maximum is known to be the one before, as many
-  // as the registers allow; up to which they are made under P V.
-  static constexpr int kEarly = kCountS + kCountO <= 168 ? 12 : 4;
-  static constexpr int kLate = kCountS * 5 / 8 / 4 * 4;
+  // as the registers allow: none with three warpgroups, of which another one always has some to
+  // make. Up to which they are made before P V is awaited: two warpgroups hardly wait for it and
+  // convert under the last ones.
+  static constexpr bool kThree = Traits::kWarpgroups == 3;
+  static constexpr int kRegisters = kCountS + kCountO;
+  static constexpr int kEarly = kThree ? 0 : kRegisters <= 128 ? 20 : kRegisters <= 168 ? 12 : 4;
+  static constexpr int kLate = kThree ? kCountS : kCountS * 5 / 8 / 4 * 4;
 
  public:
   __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
@@ -67,68 +68,50 @@ class ForwardMainloop {
     uint32_t p[kCountS / 2];
     auto r_o = make_tensor(make_rmem_ptr(o),
                            Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
+    const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
+                                 Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockN / 16>>>{});
     const auto multiply_qk = [&](int stage) __attribute__((always_inline)) {
       issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(stage)), scores);
     };
-    // Over the keys of a whole block or of its first half.
-    const auto multiply_pv = [&](int stage, bool half) __attribute__((always_inline)) {
-      const auto multiply = [&]<int kKeys>() __attribute__((always_inline)) {
-        const auto r_p = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p)),
-                                     Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
-        issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(stage)), r_o);
-      };
-      if (half) {
-        multiply.template operator()<kHalfBlock>();
-      } else {
-        multiply.template operator()<kBlockN>();
-      }
+    const auto multiply_pv = [&](int stage) __attribute__((always_inline)) {
+      issue_gemm_rs<typename Traits::MmaPV>(r_p, r_vt(_, _, _, uniform(stage)), r_o);
     };
     const auto wait_for_v = [&](const Ring& position) {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
     const KeyBlocks blocks = uniform(tile.shares[warpgroup_]);
-    // Of the block whose P is there, no key past the half is seen.
-    bool half_block = uniform(tile.first_keys[warpgroup_]) <= kHalfBlock;
-    // Blocks that the other warpgroups visit.
+    // Blocks that the other warpgroups visit. Rare, and its turns written out are much code.
+    FA_NO_UNROLL
     for (int left_out = uniform(tile.blocks.end); left_out > blocks.end; --left_out) leave_out();
     int block = blocks.end - 1;
-    const auto transform_and_mask = [&](auto& scores) __attribute__((always_inline)) {
+    const auto transform_and_mask = [&]() __attribute__((always_inline)) {
       transform_scores(scores);
       if (blocks.masked(block)) smem_.mask.apply(scores, block * kBlockN, threadIdx.x);
-    };
-    // P of the first block, from its first kKeys keys.
-    const auto first_block = [&]<int kKeys>() __attribute__((always_inline)) {
-      auto& part = reinterpret_cast<float(&)[kKeys / 2]>(scores);
-      issue_gemm_ss<kConfig.dtype>(r_q, r_k(_, _, _, uniform(ring_.stage)), part);
-      smem_.mask.prepare(params_, tile, threadIdx.x);
-#pragma unroll
-      for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
-      warpgroup_wait<0>();
-      fence_registers(part);
-      release_k(q_stage, block == blocks.begin);
-      transform_and_mask(part);
-      softmax.update(part, params_.logit_unit_log2);
-      convert(part, p);
     };
 
     FullBarrier::wait(&smem_.q_full[q_stage], q_phase);
     wait_for_k(ring_);
-    if (half_block) {
-      first_block.template operator()<kHalfBlock>();
-    } else {
-      first_block.template operator()<kBlockN>();
-    }
+    multiply_qk(ring_.stage);
+    smem_.mask.prepare(params_, tile, threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kCountO; ++i) o[i] = 0.f;
+    warpgroup_wait<0>();
+    fence_registers(scores);
+    release_k(q_stage, block == blocks.begin);
+    transform_and_mask();
+    softmax.update(scores, params_.logit_unit_log2);
+    convert(scores, p);
     ring_.advance();
     if (block > blocks.begin) wait_for_k(ring_);
 
     // S of a block and P V of the one before are issued; S is there.
-    const auto multiply = [&](bool half) __attribute__((always_inline)) {
+    const auto multiply = [&]() __attribute__((always_inline)) {
       const Ring v = v_position();
       take_turn();
       multiply_qk(ring_.stage);
       wait_for_v(v);
-      multiply_pv(v.stage, half);
+      multiply_pv(v.stage);
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
@@ -147,15 +130,15 @@ class ForwardMainloop {
       --block;
     };
     // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
-    // in it to jump over. It is not entered behind half a block.
+    // in it to jump over.
     --block;
     while (block >= blocks.begin) {
-      if (params_.transform == ScoreTransform::none && !blocks.masked(block) && !half_block) {
+      if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
         bool update;
         while (true) {
-          multiply(false);
-          float early[kEarly];
-          update = softmax.try_block(scores, early, params_.logit_unit_log2);
+          multiply();
+          float early[kEarly > 0 ? kEarly : 1];
+          update = softmax.template try_block<kEarly>(scores, early, params_.logit_unit_log2);
           if (update) break;
 #pragma unroll
           for (int i = 0; i < kEarly; ++i) scores[i] = early[i];
@@ -169,9 +152,8 @@ class ForwardMainloop {
         }
         if (!update) continue;
       } else {
-        multiply(half_block);
-        half_block = false;
-        transform_and_mask(scores);
+        multiply();
+        transform_and_mask();
       }
       softmax.update(scores, params_.logit_unit_log2);
       wait_for_pv();
@@ -180,7 +162,7 @@ class ForwardMainloop {
     }
 
     wait_for_v(v_position());
-    multiply_pv(v_position().stage, half_block);
+    multiply_pv(v_position().stage);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half] = softmax.finish(half, params_.logit_unit);
@@ -237,31 +219,29 @@ class ForwardMainloop {
   }
 
   // In parts with a branch before each: the assembler would begin all elements at once and spill.
-  template <int kCount>
-  __device__ void transform_scores(float (&scores)[kCount]) const {
+  __device__ void transform_scores(float (&scores)[kCountS]) const {
     if (params_.transform == ScoreTransform::none) return;
     constexpr int kPart = 16;
 #pragma unroll
-    for (int begin = 0; begin < kCount; begin += kPart) {
+    for (int begin = 0; begin < kCountS; begin += kPart) {
       if (opaque(static_cast<int>(params_.transform)) ==
           static_cast<int>(ScoreTransform::softcap)) {
         // tanh(x) = 1 - 2 / (1 + e^2x): an absolute error near 1e-7, where tanh.approx has 5e-4.
         const float factor = 2.f * kLog2E * params_.factor;
 #pragma unroll
-        for (int i = begin; i < min(begin + kPart, kCount); ++i) {
+        for (int i = begin; i < min(begin + kPart, kCountS); ++i) {
           scores[i] = fmaf(-2.f, __fdividef(1.f, 1.f + exp2_approx(scores[i] * factor)), 1.f);
         }
       } else {
 #pragma unroll
-        for (int i = begin; i < min(begin + kPart, kCount); ++i) scores[i] *= params_.factor;
+        for (int i = begin; i < min(begin + kPart, kCountS); ++i) scores[i] *= params_.factor;
       }
     }
   }
 
-  template <int kCount>
-  static __device__ void convert(const float (&scores)[kCount], uint32_t (&p)[kCountS / 2]) {
+  static __device__ void convert(const float (&scores)[kCountS], uint32_t (&p)[kCountS / 2]) {
 #pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) {
+    for (int i = 0; i < kCountS / 2; ++i) {
       p[i] = pack<kConfig.dtype>(scores[2 * i], scores[2 * i + 1]);
     }
   }

@@ -9,7 +9,7 @@
 // the end.
 //
 // So a block begins with m as it is: `try_block` makes the first exponentials, into registers of
-// their own, while it looks for a score that is too great. Nearly always there is none, no thread
+// their own where there are any, while it looks for a score that is too great. Nearly always there is none, no thread
 // needs to know of others' scores, and O stays as it is. Otherwise the scores are still there, and
 // `update` does all that the block needs.
 //
@@ -54,7 +54,7 @@ struct OnlineSoftmax {
   // Collective over the warp. The exponentials of the first scores -> early; whether a row needs
   // `update`, then `early` means nothing.
   template <int kEarly, int kCount>
-  __device__ __forceinline__ bool try_block(const float (&s)[kCount], float (&early)[kEarly],
+  __device__ __forceinline__ bool try_block(const float (&s)[kCount], float* early,
                                             float logit_unit_log2) const {
 #pragma unroll
     for (int i = 0; i < kEarly; ++i) {
@@ -62,12 +62,15 @@ struct OnlineSoftmax {
     }
     const bool first = largest(s, 0) > threshold[0];
     const bool second = largest(s, 1) > threshold[1];
-    // An overflow without a score above the threshold does not happen; to ask for it keeps the
-    // compiler from making the exponentials behind the branch.
-    float sum[4];
+    bool overflow = false;
+    if constexpr (kEarly > 0) {
+      // An overflow without a score above the threshold does not happen; to ask for it keeps the
+      // compiler from making the exponentials behind the branch.
+      float sum[4];
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i) sum[i % 4] = i < 4 ? early[i] : sum[i % 4] + early[i];
-    const bool overflow = (sum[0] + sum[1]) + (sum[2] + sum[3]) > kHuge;
+      for (int i = 0; i < kEarly; ++i) sum[i % 4] = i < 4 ? early[i] : sum[i % 4] + early[i];
+      overflow = (sum[0] + sum[1]) + (sum[2] + sum[3]) > kHuge;
+    }
     return __any_sync(~0u, first | second | overflow);
   }
 
@@ -86,6 +89,11 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
       block_sum[i % 4] = i < 4 ? s[i] : block_sum[i % 4] + s[i];
+    }
+    if constexpr (kBegin == 0) {
+      // The compiler would add behind the wait for P V, and not between the exponentials.
+#pragma unroll
+      for (float& sum : block_sum) asm volatile("" : "+f"(sum));
     }
     if constexpr (kEnd == kCount) {
 #pragma unroll

@@ -23,7 +23,6 @@ namespace fa {
 struct alignas(16) ForwardTile {
   KeyBlocks blocks;
   KeyBlocks shares[3];  // of them, per warpgroup
-  int first_keys[3];    // up to the last one seen in the first block of a share
   Window window;
   int used_rows;    // rows before the end of the sequence; the others of the tile are empty
   int tail_begin;   // first row of the last block whose V has to be zeroed; 0: none
@@ -172,8 +171,6 @@ __device__ void find_tile(const ForwardParams& params, SegmentWindow& window, in
     const KeyBlocks share =
         share_of_rows(tile.blocks, key_blocks(tile.window, seqlen_k, first, last, kBlockN));
     tile.shares[warpgroup] = share;
-    tile.first_keys[warpgroup] =
-        visible_keys(tile.window, seqlen_k, last).end - (share.end - 1) * kBlockN;
   }
 }
 
