@@ -160,17 +160,17 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     const typename Base::WholeBlocks whole(tile.valid);
     const int ds_offset = Base::turned_offset(thread_);
 
-    FA_NO_UNROLL
-    while (true) {
+    // kPlain: every query counts, every key is seen, and there is no softcap.
+    const auto visit = [&]<bool kPlain>() __attribute__((always_inline)) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
       const int block = walk.block;
       // S^T starts before anything is known of dO.
       FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
-      this->zero_q(tile, whole, block, ring.stage);
+      if constexpr (!kPlain) this->zero_q(tile, whole, block, ring.stage);
       multiply_scores(0, stage);
       FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
-      this->zero_dout(tile, whole, block, ring.stage);
+      if constexpr (!kPlain) this->zero_dout(tile, whole, block, ring.stage);
       multiply_dp(0, stage);
 
       const float* const of_block = smem_.statistics[ring.stage];
@@ -191,10 +191,12 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
             multiply_dp(1, stage);
           }
         }
-        this->template exponentiate<true>(scores[part], statistics);
+        this->template exponentiate<!kPlain>(scores[part], statistics);
         this->load_statistics(of_block + kBlockM + part * kPartM, statistics);
-        if (blocks.masked(block)) [[unlikely]] {
-          smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
+        if constexpr (!kPlain) {
+          if (blocks.masked(block)) [[unlikely]] {
+            smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
+          }
         }
         if constexpr (Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
@@ -208,8 +210,8 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           warpgroup_wait<1>();
         }
         fence_registers(dp[part]);
-        this->template multiply_ds<true>(scores[part], dp[part], statistics,
-                                         of_block + part * kPartM);
+        this->template multiply_ds<!kPlain>(scores[part], dp[part], statistics,
+                                            of_block + part * kPartM);
         if constexpr (!Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
           if (part == 0) multiply_dv(0, stage);
@@ -241,8 +243,26 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       this->release(smem_.q_empty, ring.stage);
       ring_.advance();
       ds_stage_ ^= 1;
-      if (!walk.advance(blocks, params_.workspace.q_slots)) break;
-    }
+    };
+    // Plain blocks have a loop of their own, with nothing in it to jump over.
+    const int plain_begin = max(blocks.full_begin, whole.begin);
+    const int plain_end = params_.softcapped ? plain_begin : min(blocks.full_end, whole.end);
+    const auto plain = [&] { return walk.block >= plain_begin && walk.block < plain_end; };
+    const auto advance = [&] { return walk.advance(blocks, params_.workspace.q_slots); };
+    bool more;
+    FA_NO_UNROLL
+    do {
+      if (plain()) {
+        FA_NO_UNROLL
+        do {
+          visit.template operator()<true>();
+          more = advance();
+        } while (more && plain());
+      } else {
+        visit.template operator()<false>();
+        more = advance();
+      }
+    } while (more);
   }
 
  private:
