@@ -245,24 +245,21 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       ds_stage_ ^= 1;
     };
     // Plain blocks have a loop of their own, with nothing in it to jump over.
-    const int plain_begin = max(blocks.full_begin, whole.begin);
-    const int plain_end = params_.softcapped ? plain_begin : min(blocks.full_end, whole.end);
-    const auto plain = [&] { return walk.block >= plain_begin && walk.block < plain_end; };
-    const auto advance = [&] { return walk.advance(blocks, params_.workspace.q_slots); };
-    bool more;
+    const int plain_begin = uniform(max(blocks.full_begin, whole.begin));
+    const int plain_end =
+        uniform(params_.softcapped ? plain_begin : min(blocks.full_end, whole.end));
+    int visited;
     FA_NO_UNROLL
     do {
-      if (plain()) {
+      if (walk.block >= plain_begin && walk.block < plain_end) {
+        visited = plain_end - walk.block;
         FA_NO_UNROLL
-        do {
-          visit.template operator()<true>();
-          more = advance();
-        } while (more && plain());
+        for (int left = visited; left > 0; --left) visit.template operator()<true>();
       } else {
+        visited = 1;
         visit.template operator()<false>();
-        more = advance();
       }
-    } while (more);
+    } while (walk.advance(blocks, params_.workspace.q_slots, visited));
   }
 
  private:
