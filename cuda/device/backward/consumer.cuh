@@ -50,11 +50,13 @@ class BackwardConsumer {
           workspace_block(uniform(static_cast<int>(tile.query_block)) + block),
           left((uniform(tile.blocks.end) - block) * heads) {}
 
-    // False: there is no next.
-    __device__ bool advance(const QueryBlocks& blocks, int q_slots) {
-      if (--left == 0) return false;
-      ++workspace_block;
-      if (++block == blocks.end) {
+    // By `count` blocks of one head. False: there is no next.
+    __device__ bool advance(const QueryBlocks& blocks, int q_slots, int count = 1) {
+      left -= count;
+      if (left == 0) return false;
+      workspace_block += count;
+      block += count;
+      if (block == blocks.end) {
         block = blocks.begin;
         workspace_block += q_slots - (blocks.end - block);
       }

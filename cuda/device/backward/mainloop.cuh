@@ -5,13 +5,12 @@
 //   S^T = K Q^T   P = 2^(S - LSE)   dV += P^T dO
 //   dP^T = V dO^T   dS = P * (dP - delta)   dK += dS^T Q   dQ = dS K, added in global memory
 //
-//   tensor cores    | S^T | dP^T | half of dV | dQ | the other half, dK |
-//   this warpgroup        | P    | dS -> smem      | dQ -> smem         |
+//   tensor cores    | S^T | dP^T | dV         | dQ | dK         |
+//   this warpgroup        | P    | dS -> smem      | dQ -> smem |
 //
-// The exponentials run under dP^T and dS under half of dV. dQ is handed over under the other half
-// and dK: these take their A operand from registers and leave shared memory some time, while S^T,
-// dP^T and dQ want all of it. Where registers allow a block of 128 queries, it is taken in two parts:
-// S^T and dP^T of the second run under the exponentials and dS of the first.
+// The exponentials run under dP^T, dS under dV and the hand-over of dQ under dK. Where registers
+// allow a block of 128 queries, it is taken in two parts: S^T and dP^T of the second run under the
+// exponentials and dS of the first.
 #pragma once
 
 #include "device/backward/consumer.cuh"
@@ -109,17 +108,6 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           part_of_columns(typename Traits::LayoutDoutt{}, smem_.dout[0], part));
       issue_gemm_rs<typename Traits::MmaDv>(as_operand(p16[part]), r_doutt(_, _, _, stage), r_dv);
     };
-    // Half of the queries of a block in one part.
-    const auto multiply_half_dv = [&](int half, int stage) {
-      const auto r_p =
-          make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(p16[0] + half * (kCountS / 4))),
-                      Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 32>>>{});
-      constexpr int kColumns = Traits::kHeadDimV;
-      const auto r_doutt = thread_dv.partition_fragment_B(local_tile(
-          make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDoutt{}),
-          Shape<Int<kColumns>, Int<kPartM / 2>, Int<Traits::kStages>>{}, make_coord(0, half, 0)));
-      issue_gemm_rs<typename Traits::MmaDv>(r_p, r_doutt(_, _, _, stage), r_dv);
-    };
     const auto multiply_dk = [&](int part, int stage) {
       const auto r_qt = thread_dk.partition_fragment_B(
           part_of_columns(typename Traits::LayoutQt{}, smem_.q[0], part));
@@ -160,17 +148,17 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     const typename Base::WholeBlocks whole(tile.valid);
     const int ds_offset = Base::turned_offset(thread_);
 
-    FA_NO_UNROLL
-    while (true) {
+    // kPlain: every query counts, every key is seen, and there is no softcap.
+    const auto visit = [&]<bool kPlain>() __attribute__((always_inline)) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
       const int block = walk.block;
       // S^T starts before anything is known of dO.
       FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
-      this->zero_q(tile, whole, block, ring.stage);
+      if constexpr (!kPlain) this->zero_q(tile, whole, block, ring.stage);
       multiply_scores(0, stage);
       FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
-      this->zero_dout(tile, whole, block, ring.stage);
+      if constexpr (!kPlain) this->zero_dout(tile, whole, block, ring.stage);
       multiply_dp(0, stage);
 
       const float* const of_block = smem_.statistics[ring.stage];
@@ -191,28 +179,30 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
             multiply_dp(1, stage);
           }
         }
-        this->template exponentiate<true>(scores[part], statistics);
+        this->template exponentiate<!kPlain>(scores[part], statistics);
         this->load_statistics(of_block + kBlockM + part * kPartM, statistics);
-        if (blocks.masked(block)) [[unlikely]] {
-          smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
+        if constexpr (!kPlain) {
+          if (blocks.masked(block)) [[unlikely]] {
+            smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
+          }
         }
         if constexpr (Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
-          multiply_half_dv(0, stage);
+          multiply_dv(part, stage);
         }
-        // Younger than dP^T of the part: with one part half of dV; the second part's pair, or the
-        // first one's dV.
+        // Younger than dP^T of the part: with one part dV; the second part's pair, or the first one's
+        // dV.
         if (kParts == 2 && part == 0) {
           warpgroup_wait<2>();
         } else {
           warpgroup_wait<1>();
         }
         fence_registers(dp[part]);
-        this->template multiply_ds<true>(scores[part], dp[part], statistics,
-                                         of_block + part * kPartM);
+        this->template multiply_ds<!kPlain>(scores[part], dp[part], statistics,
+                                            of_block + part * kPartM);
         if constexpr (!Traits::kDvBeforeDs) {
           this->convert(scores[part], p16[part]);
-          if (part == 0) multiply_dv(0, stage);
+          multiply_dv(part, stage);
         }
         this->convert(dp[part], ds16[part]);
         Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ds_stage_]) + ds_offset +
@@ -222,27 +212,34 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
       multiply_dq(uniform(ds_stage_));
-      if constexpr (kParts == 1) {
-        multiply_half_dv(1, stage);
-      } else {
-        multiply_dv(1, stage);
-      }
 #pragma unroll
       for (int part = 0; part < kParts; ++part) multiply_dk(part, stage);
 
       warpgroup_wait<1 + kParts>();
-      fence_registers(dq);
-      hand_over_dq(dq);
-      warpgroup_wait<kParts>();
       fence_registers(dv);
       this->release(smem_.dout_empty, ring.stage);
+      warpgroup_wait<kParts>();
+      fence_registers(dq);
+      hand_over_dq(dq);
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
       ring_.advance();
       ds_stage_ ^= 1;
-      if (!walk.advance(blocks, params_.workspace.q_slots)) break;
-    }
+    };
+    // Plain blocks have a loop of their own, with nothing in it to jump over.
+    int visited;
+    FA_NO_UNROLL
+    do {
+      if (!params_.softcapped && !blocks.masked(walk.block) && whole.contain(walk.block)) {
+        visited = min(blocks.full_end, whole.end) - walk.block;
+        FA_NO_UNROLL
+        for (int left = visited; left > 0; --left) visit.template operator()<true>();
+      } else {
+        visited = 1;
+        visit.template operator()<false>();
+      }
+    } while (walk.advance(blocks, params_.workspace.q_slots, visited));
   }
 
  private:
