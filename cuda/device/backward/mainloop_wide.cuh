@@ -162,10 +162,11 @@ class WideMainloop : BackwardConsumer<kConfig> {
     fence_registers(scores);
     fence_registers(dp);
 
-    FA_NO_UNROLL
-    while (true) {
-      this->template exponentiate<true>(scores, statistics);
-      if (tile.blocks.masked(walk.block)) {
+    // A block; false: it was the last one. kPlain: a block of PlainBlocks, without a branch between
+    // its GEMMs. The barriers are the same.
+    const auto process = [&]<bool kPlain>() __attribute__((always_inline)) {
+      this->template exponentiate<!kPlain>(scores, statistics);
+      if (!kPlain && tile.blocks.masked(walk.block)) {
         smem_.mask.apply(scores, walk.block * kBlockM + first_query, thread_);
       }
       this->load_statistics(lse + kBlockM, statistics);
@@ -179,7 +180,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // block before reads dS any more.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
       multiply_dv();
-      this->template multiply_ds<true>(scores, dp, statistics, lse);
+      this->template multiply_ds<!kPlain>(scores, dp, statistics, lse);
       this->convert(dp, packed);
       // The other CTA has multiplied the block before's dS.
       FullBarrier::wait(&smem_.ds_taken, ring_.phase ^ 1);
@@ -203,10 +204,15 @@ class WideMainloop : BackwardConsumer<kConfig> {
       const int added_block = walk.block;
       const int added = walk.workspace_block;
       ring_.advance();
-      const bool more = walk.advance(tile.blocks, params_.workspace.q_slots);
+      bool more = true;
+      if constexpr (kPlain) {
+        walk.advance_in_head();
+      } else {
+        more = walk.advance(tile.blocks, params_.workspace.q_slots);
+      }
       if (more) {
         FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-        this->zero_q(tile, whole, walk.block, 0);
+        if constexpr (!kPlain) this->zero_q(tile, whole, walk.block, 0);
       }
       // These two also past the last block, to no purpose: under a condition they would serialise all
       // the GEMMs.
@@ -214,11 +220,11 @@ class WideMainloop : BackwardConsumer<kConfig> {
       warpgroup_wait<1>();
       fence_registers(dq);
       if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
-      if (adder.ordered()) adder.wait_for_turn(tile, added_block, added);
+      if (!kPlain && adder.ordered()) adder.wait_for_turn(tile, added_block, added);
       adder.template add<0, kCountDq / 2>(dq, added);
       if (more) {
         FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-        this->zero_dout(tile, whole, walk.block, 0);
+        if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
       }
       multiply_dp(dp);
       adder.template add<kCountDq / 2, kCountDq>(dq, added);
@@ -226,12 +232,34 @@ class WideMainloop : BackwardConsumer<kConfig> {
       warpgroup_wait<0>();
       fence_registers(scores);
       fence_registers(dp);
-      if (adder.ordered()) adder.pass_turn(added);
-      if (!more) return;
+      if (!kPlain && adder.ordered()) adder.pass_turn(added);
+      return more;
+    };
+    const PlainBlocks plain(params_, tile.blocks, whole);
+    FA_NO_UNROLL
+    while (true) {
+      FA_NO_UNROLL
+      while (plain.contain(walk.block)) process.template operator()<true>();
+      if (!process.template operator()<false>()) return;
     }
   }
 
  private:
+  // Blocks without mask and softcap whose additions are in no order, each with a next one in the same
+  // head of which every query counts.
+  struct PlainBlocks {
+    int begin, end;
+
+    __device__ PlainBlocks(const BackwardParams& params, const QueryBlocks& blocks,
+                           const typename Base::WholeBlocks& whole)
+        : begin(uniform(max(blocks.full_begin, whole.begin - 1))),
+          end(params.softcapped || params.turns != nullptr
+                  ? 0
+                  : uniform(min(min(blocks.full_end, blocks.end - 1), whole.end - 1))) {}
+
+    __device__ bool contain(int block) const { return block >= begin && block < end; }
+  };
+
   // This warpgroup's threads arrive for the other one, which waits: this one's dV has read P.
   __device__ void let_other_store_p() const {
     NamedBarrier::arrive(Traits::kConsumerThreads,
