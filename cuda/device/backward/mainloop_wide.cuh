@@ -54,7 +54,8 @@ class WideMainloop : BackwardConsumer<kConfig> {
   }
 
   // Fragments of the warpgroup's columns of dK, without the scale, and dV.
-  __device__ void run(const BackwardTile& tile, float (&dk)[kCountDk], float (&dv)[kCountDv]) {
+  __device__ __forceinline__ void run(const BackwardTile& tile, float (&dk)[kCountDk],
+                                      float (&dv)[kCountDv]) {
     using namespace cute;
     const int warpgroup = cutlass::canonical_warp_group_idx();
     const int first_query = kQueries * warpgroup;  // of the warpgroup, in a block
@@ -90,11 +91,17 @@ class WideMainloop : BackwardConsumer<kConfig> {
           queries_of(Int<kQueries>{}, typename Traits::LayoutDout{}, smem_.dout[0], warpgroup));
       issue_gemm_ss<kType>(r_v, r_dout, dp);
     };
-    const auto multiply_dv = [&] {
+    // From half of the queries.
+    const auto multiply_dv = [&](auto half) {
+      constexpr int kHalf = decltype(half)::value;
       const auto r_p = thread_dv.partition_fragment_A(
-          make_tensor(make_smem_ptr(smem_.p), typename Traits::LayoutDst{})(_, _, _0{}));
-      const auto r_dout = thread_dv.partition_fragment_B(columns_of(
-          Int<Traits::kShareV>{}, typename Traits::LayoutDoutt{}, smem_.dout[0], warpgroup));
+          local_tile(make_tensor(make_smem_ptr(smem_.p), typename Traits::LayoutDst{})(_, _, _0{}),
+                     Shape<_64, Int<kBlockM / 2>>{}, make_coord(_0{}, Int<kHalf>{})));
+      const auto s_dout = columns_of(Int<Traits::kShareV>{}, typename Traits::LayoutDoutt{},
+                                     smem_.dout[0], warpgroup);
+      const auto r_dout = thread_dv.partition_fragment_B(
+          local_tile(s_dout, Shape<Int<Traits::kShareV>, Int<kBlockM / 2>>{},
+                     make_coord(_0{}, Int<kHalf>{})));
       issue_gemm_ss<kType, true, true, true>(r_p, r_dout, dv);
     };
     const auto multiply_dk = [&] {
@@ -139,32 +146,40 @@ class WideMainloop : BackwardConsumer<kConfig> {
     float scores[kCountS];  // S^T, then P^T
     float dp[kCountS];      // dP^T, then dS^T
     uint32_t packed[kCountS / 2];
+    const float* const lse = smem_.statistics[0] + first_query;  // and then delta
+    typename Base::Statistics statistics;
     const RegisterDqAdder<kConfig> adder(params_,
                                          thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
     const typename Base::WholeBlocks whole(tile.valid);
+    // The block whose dQ is to be added, of the sequence and in the workspace.
+    int added_block = walk.block;
+    int added = walk.workspace_block;
+    // dQ of the block before is there.
+    const auto wait_for_dq = [&](auto younger) __attribute__((always_inline)) {
+      warpgroup_wait<decltype(younger)::value>();
+      fence_registers(dq);
+      if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
+    };
 
-    FullBarrier::wait(&smem_.k_full, tile.phase);
-    FullBarrier::wait(&smem_.v_full, tile.phase);
-    FullBarrier::wait(&smem_.peer_k_full, tile.phase);
-    this->zero_keys(tile);
-    FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-    this->zero_q(tile, whole, walk.block, 0);
-    multiply_scores(scores);
-    FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-    this->zero_dout(tile, whole, walk.block, 0);
-    multiply_dp(dp);
-    // LSE of the block and then delta, read before the waits that they would otherwise come after.
-    typename Base::Statistics statistics;
-    const float* const lse = smem_.statistics[0] + first_query;
-    this->load_statistics(lse, statistics);
-    warpgroup_wait<0>();
-    fence_registers(scores);
-    fence_registers(dp);
-
-    // A block; false: it was the last one. kPlain: a block of PlainBlocks, without a branch between
-    // its GEMMs. The barriers are the same.
-    const auto process = [&]<bool kPlain>() __attribute__((always_inline)) {
+    // The first part of a block, up to dS in shared memory. kPlain: a block of PlainBlocks, without a
+    // branch between its GEMMs. kFirst: there is no block before.
+    const auto begin_block = [&]<bool kPlain, bool kFirst>() __attribute__((always_inline)) {
+      FullBarrier::wait(&smem_.q_full[0], ring_.phase);
+      if constexpr (!kPlain) this->zero_q(tile, whole, walk.block, 0);
+      multiply_scores(scores);
+      this->load_statistics(lse, statistics);
+      if constexpr (!kFirst) {
+        wait_for_dq(_1{});
+        if (!kPlain && adder.ordered()) adder.wait_for_turn(tile, added_block, added);
+        adder.template add<0, kCountDq / 2>(dq, added);
+      }
+      FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
+      if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
+      multiply_dp(dp);
+      if constexpr (!kFirst) adder.template add<kCountDq / 2, kCountDq>(dq, added);
+      warpgroup_wait<1>();
+      fence_registers(scores);
       this->template exponentiate<!kPlain>(scores, statistics);
       if (!kPlain && tile.blocks.masked(walk.block)) {
         smem_.mask.apply(scores, walk.block * kBlockM + first_query, thread_);
@@ -179,7 +194,10 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // All consumer threads arrive and wait: P of the block is in shared memory, and no wgmma of the
       // block before reads dS any more.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
-      multiply_dv();
+      multiply_dv(_0{});
+      if (!kPlain && !kFirst && adder.ordered()) adder.pass_turn(added);
+      warpgroup_wait<1>();
+      fence_registers(dp);
       this->template multiply_ds<!kPlain>(scores, dp, statistics, lse);
       this->convert(dp, packed);
       // The other CTA has multiplied the block before's dS.
@@ -188,74 +206,69 @@ class WideMainloop : BackwardConsumer<kConfig> {
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
       if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.ds_full);
+      // The assembler wants no wgmma under way where a loop begins. dS takes as long as it.
+      warpgroup_wait<0>();
+      fence_registers(dv);
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
+    };
+    // The rest: dQ is under way.
+    const auto finish_block = [&]() __attribute__((always_inline)) {
       multiply_dk();
+      multiply_dv(_1{});
       multiply_own_dq(dq);
       warpgroup_wait<2>();
+      fence_registers(dk);
+      this->release(smem_.q_empty, 0);
+      warpgroup_wait<1>();
       fence_registers(dv);
       this->release(smem_.dout_empty, 0);
       let_other_store_p();
-      warpgroup_wait<1>();
-      fence_registers(dk);
-      this->release(smem_.q_empty, 0);
       FullBarrier::wait(&smem_.peer_ds_full, ring_.phase);
       multiply_peer_dq(dq);
-      const int added_block = walk.block;
-      const int added = walk.workspace_block;
       ring_.advance();
-      bool more = true;
-      if constexpr (kPlain) {
-        walk.advance_in_head();
-      } else {
-        more = walk.advance(tile.blocks, params_.workspace.q_slots);
-      }
-      if (more) {
-        FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-        if constexpr (!kPlain) this->zero_q(tile, whole, walk.block, 0);
-      }
-      // These two also past the last block, to no purpose: under a condition they would serialise all
-      // the GEMMs.
-      multiply_scores(scores);
-      warpgroup_wait<1>();
-      fence_registers(dq);
-      if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
-      if (!kPlain && adder.ordered()) adder.wait_for_turn(tile, added_block, added);
-      adder.template add<0, kCountDq / 2>(dq, added);
-      if (more) {
-        FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-        if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
-      }
-      multiply_dp(dp);
-      adder.template add<kCountDq / 2, kCountDq>(dq, added);
-      this->load_statistics(lse, statistics);
-      warpgroup_wait<0>();
-      fence_registers(scores);
-      fence_registers(dp);
-      if (!kPlain && adder.ordered()) adder.pass_turn(added);
-      return more;
+      added_block = walk.block;
+      added = walk.workspace_block;
     };
+
+    FullBarrier::wait(&smem_.k_full, tile.phase);
+    FullBarrier::wait(&smem_.v_full, tile.phase);
+    FullBarrier::wait(&smem_.peer_k_full, tile.phase);
+    this->zero_keys(tile);
+    begin_block.template operator()<false, true>();
     const PlainBlocks plain(params_, tile.blocks, whole);
     FA_NO_UNROLL
     while (true) {
       FA_NO_UNROLL
-      while (plain.contain(walk.block)) process.template operator()<true>();
-      if (!process.template operator()<false>()) return;
+      while (plain.contain(walk.block + 1)) {
+        finish_block();
+        walk.advance_in_head();
+        begin_block.template operator()<true, false>();
+      }
+      if (walk.left == 1) break;
+      finish_block();
+      walk.advance(tile.blocks, params_.workspace.q_slots);
+      begin_block.template operator()<false, false>();
     }
+    finish_block();
+    wait_for_dq(_0{});
+    if (adder.ordered()) adder.wait_for_turn(tile, added_block, added);
+    adder.template add<0, kCountDq / 2>(dq, added);
+    adder.template add<kCountDq / 2, kCountDq>(dq, added);
+    if (adder.ordered()) adder.pass_turn(added);
   }
 
  private:
-  // Blocks without mask and softcap whose additions are in no order, each with a next one in the same
-  // head of which every query counts.
+  // Blocks of which every query counts, without mask and softcap, whose additions are in no order.
   struct PlainBlocks {
     int begin, end;
 
     __device__ PlainBlocks(const BackwardParams& params, const QueryBlocks& blocks,
                            const typename Base::WholeBlocks& whole)
-        : begin(uniform(max(blocks.full_begin, whole.begin - 1))),
+        : begin(uniform(max(blocks.full_begin, whole.begin))),
           end(params.softcapped || params.turns != nullptr
                   ? 0
-                  : uniform(min(min(blocks.full_end, blocks.end - 1), whole.end - 1))) {}
+                  : uniform(min(min(blocks.full_end, blocks.end), whole.end))) {}
 
     __device__ bool contain(int block) const { return block >= begin && block < end; }
   };
