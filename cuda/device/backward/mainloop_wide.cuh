@@ -99,9 +99,8 @@ class WideMainloop : BackwardConsumer<kConfig> {
                      Shape<_64, Int<kBlockM / 2>>{}, make_coord(_0{}, Int<kHalf>{})));
       const auto s_dout = columns_of(Int<Traits::kShareV>{}, typename Traits::LayoutDoutt{},
                                      smem_.dout[0], warpgroup);
-      const auto r_dout = thread_dv.partition_fragment_B(
-          local_tile(s_dout, Shape<Int<Traits::kShareV>, Int<kBlockM / 2>>{},
-                     make_coord(_0{}, Int<kHalf>{})));
+      const auto r_dout = thread_dv.partition_fragment_B(local_tile(
+          s_dout, Shape<Int<Traits::kShareV>, Int<kBlockM / 2>>{}, make_coord(_0{}, Int<kHalf>{})));
       issue_gemm_ss<kType, true, true, true>(r_p, r_dout, dv);
     };
     const auto multiply_dk = [&] {
@@ -168,12 +167,12 @@ class WideMainloop : BackwardConsumer<kConfig> {
       FullBarrier::wait(&smem_.q_full[0], ring_.phase);
       if constexpr (!kPlain) this->zero_q(tile, whole, walk.block, 0);
       multiply_scores(scores);
-      this->load_statistics(lse, statistics);
       if constexpr (!kFirst) {
         wait_for_dq(_1{});
         if (!kPlain && adder.ordered()) adder.wait_for_turn(tile, added_block, added);
         adder.template add<0, kCountDq / 2>(dq, added);
       }
+      this->load_statistics(lse, statistics);
       FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
       if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
       multiply_dp(dp);
