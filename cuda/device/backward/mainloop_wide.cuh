@@ -151,9 +151,6 @@ class WideMainloop : BackwardConsumer<kConfig> {
                                          thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
     const typename Base::WholeBlocks whole(tile.valid);
-    // The block whose dQ is to be added, of the sequence and in the workspace.
-    int added_block = walk.block;
-    int added = walk.workspace_block;
     // dQ of the block before is there.
     const auto wait_for_dq = [&](auto younger) __attribute__((always_inline)) {
       warpgroup_wait<decltype(younger)::value>();
@@ -161,22 +158,31 @@ class WideMainloop : BackwardConsumer<kConfig> {
       if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
     };
 
+    const auto wait_for_turn = [&](const Addition& addition) __attribute__((always_inline)) {
+      if (addition.has_turn) return;
+      adder.wait_for_turn(tile, addition.block, addition.workspace_block);
+    };
+
     // The first part of a block, up to dS in shared memory. kPlain: a block of PlainBlocks, without a
     // branch between its GEMMs. kFirst: there is no block before.
-    const auto begin_block = [&]<bool kPlain, bool kFirst>() __attribute__((always_inline)) {
+    const auto begin_block = [&]<bool kPlain, bool kOrdered, bool kFirst>(const Addition& addition)
+        __attribute__((always_inline)) {
+      const bool ordered = kPlain ? kOrdered : adder.ordered();
       FullBarrier::wait(&smem_.q_full[0], ring_.phase);
       if constexpr (!kPlain) this->zero_q(tile, whole, walk.block, 0);
       multiply_scores(scores);
       if constexpr (!kFirst) {
         wait_for_dq(_1{});
-        if (!kPlain && adder.ordered()) adder.wait_for_turn(tile, added_block, added);
-        adder.template add<0, kCountDq / 2>(dq, added);
+        if (ordered) wait_for_turn(addition);
+        adder.template add<0, kCountDq / 2>(dq, addition.workspace_block);
       }
       this->load_statistics(lse, statistics);
       FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
       if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
       multiply_dp(dp);
-      if constexpr (!kFirst) adder.template add<kCountDq / 2, kCountDq>(dq, added);
+      if constexpr (!kFirst) {
+        adder.template add<kCountDq / 2, kCountDq>(dq, addition.workspace_block);
+      }
       warpgroup_wait<1>();
       fence_registers(scores);
       this->template exponentiate<!kPlain>(scores, statistics);
@@ -194,7 +200,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // block before reads dS any more.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
       multiply_dv(_0{});
-      if (!kPlain && !kFirst && adder.ordered()) adder.pass_turn(added);
+      if (!kFirst && ordered) adder.pass_turn(addition.workspace_block);
       warpgroup_wait<1>();
       fence_registers(dp);
       this->template multiply_ds<!kPlain>(scores, dp, statistics, lse);
@@ -211,11 +217,16 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
     };
-    // The rest: dQ is under way.
-    const auto finish_block = [&]() __attribute__((always_inline)) {
+    // The rest: dQ is under way, and what there is to know of its addition.
+    const auto finish_block = [&]<bool kPlain, bool kOrdered>() __attribute__((always_inline)) {
       multiply_dk();
       multiply_dv(_1{});
       multiply_own_dq(dq);
+      Addition addition{walk.block, walk.workspace_block, false};
+      // A first look at the turn, which has time here; where dQ is to be added there is none.
+      if (kPlain ? kOrdered : adder.ordered()) {
+        addition.has_turn = adder.has_turn(tile, addition.block, addition.workspace_block);
+      }
       warpgroup_wait<2>();
       fence_registers(dk);
       this->release(smem_.q_empty, 0);
@@ -226,48 +237,59 @@ class WideMainloop : BackwardConsumer<kConfig> {
       FullBarrier::wait(&smem_.peer_ds_full, ring_.phase);
       multiply_peer_dq(dq);
       ring_.advance();
-      added_block = walk.block;
-      added = walk.workspace_block;
+      return addition;
     };
 
     FullBarrier::wait(&smem_.k_full, tile.phase);
     FullBarrier::wait(&smem_.v_full, tile.phase);
     FullBarrier::wait(&smem_.peer_k_full, tile.phase);
     this->zero_keys(tile);
-    begin_block.template operator()<false, true>();
+    begin_block.template operator()<false, false, true>({});
     const PlainBlocks plain(params_, tile.blocks, whole);
-    FA_NO_UNROLL
-    while (true) {
+    const auto process_plain = [&]<bool kOrdered>() __attribute__((always_inline)) {
       FA_NO_UNROLL
       while (plain.contain(walk.block + 1)) {
-        finish_block();
+        const Addition addition = finish_block.template operator()<true, kOrdered>();
         walk.advance_in_head();
-        begin_block.template operator()<true, false>();
+        begin_block.template operator()<true, kOrdered, false>(addition);
+      }
+    };
+    FA_NO_UNROLL
+    while (true) {
+      if (adder.ordered()) {
+        process_plain.template operator()<true>();
+      } else {
+        process_plain.template operator()<false>();
       }
       if (walk.left == 1) break;
-      finish_block();
+      const Addition addition = finish_block.template operator()<false, false>();
       walk.advance(tile.blocks, params_.workspace.q_slots);
-      begin_block.template operator()<false, false>();
+      begin_block.template operator()<false, false, false>(addition);
     }
-    finish_block();
+    const Addition last = finish_block.template operator()<false, false>();
     wait_for_dq(_0{});
-    if (adder.ordered()) adder.wait_for_turn(tile, added_block, added);
-    adder.template add<0, kCountDq / 2>(dq, added);
-    adder.template add<kCountDq / 2, kCountDq>(dq, added);
-    if (adder.ordered()) adder.pass_turn(added);
+    if (adder.ordered()) wait_for_turn(last);
+    adder.template add<0, kCountDq / 2>(dq, last.workspace_block);
+    adder.template add<kCountDq / 2, kCountDq>(dq, last.workspace_block);
+    if (adder.ordered()) adder.pass_turn(last.workspace_block);
   }
 
  private:
-  // Blocks of which every query counts, without mask and softcap, whose additions are in no order.
+  // dQ of a block.
+  struct Addition {
+    int block;            // of the sequence
+    int workspace_block;  // its number in the workspace
+    bool has_turn;        // known to have it
+  };
+
+  // Blocks of which every query counts, without mask and softcap.
   struct PlainBlocks {
     int begin, end;
 
     __device__ PlainBlocks(const BackwardParams& params, const QueryBlocks& blocks,
                            const typename Base::WholeBlocks& whole)
         : begin(uniform(max(blocks.full_begin, whole.begin))),
-          end(params.softcapped || params.turns != nullptr
-                  ? 0
-                  : uniform(min(min(blocks.full_end, blocks.end), whole.end))) {}
+          end(params.softcapped ? 0 : uniform(min(min(blocks.full_end, blocks.end), whole.end))) {}
 
     __device__ bool contain(int block) const { return block >= begin && block < end; }
   };
