@@ -43,6 +43,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
   static constexpr int kQueries = Traits::kScoreColumns;  // of S^T and dP^T
   static constexpr bool kDqTransposed = Traits::kDqTransposed;
   static constexpr int kCountDq = kDqTransposed ? kBlockM / 2 : Traits::kDqColumns / 2;
+  static constexpr int kEarlyDq = kCountDq * 2 / 3;  // added before dP^T takes registers
 
  public:
   static constexpr int kCountDk = Traits::kShare / 2;
@@ -174,14 +175,14 @@ class WideMainloop : BackwardConsumer<kConfig> {
       if constexpr (!kFirst) {
         wait_for_dq(_1{});
         if (ordered) wait_for_turn(addition);
-        adder.template add<0, kCountDq / 2>(dq, addition.workspace_block);
+        adder.template add<0, kEarlyDq>(dq, addition.workspace_block);
       }
       this->load_statistics(lse, statistics);
       FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
       if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
       multiply_dp(dp);
       if constexpr (!kFirst) {
-        adder.template add<kCountDq / 2, kCountDq>(dq, addition.workspace_block);
+        adder.template add<kEarlyDq, kCountDq>(dq, addition.workspace_block);
       }
       warpgroup_wait<1>();
       fence_registers(scores);
@@ -269,8 +270,8 @@ class WideMainloop : BackwardConsumer<kConfig> {
     const Addition last = finish_block.template operator()<false, false>();
     wait_for_dq(_0{});
     if (adder.ordered()) wait_for_turn(last);
-    adder.template add<0, kCountDq / 2>(dq, last.workspace_block);
-    adder.template add<kCountDq / 2, kCountDq>(dq, last.workspace_block);
+    adder.template add<0, kEarlyDq>(dq, last.workspace_block);
+    adder.template add<kEarlyDq, kCountDq>(dq, last.workspace_block);
     if (adder.ordered()) adder.pass_turn(last.workspace_block);
   }
 
