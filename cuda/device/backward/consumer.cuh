@@ -50,6 +50,13 @@ class BackwardConsumer {
           workspace_block(uniform(static_cast<int>(tile.query_block)) + block),
           left((uniform(tile.blocks.end) - block) * heads) {}
 
+    // To the next one, which exists and is of the same head.
+    __device__ void advance_in_head() {
+      --left;
+      ++block;
+      ++workspace_block;
+    }
+
     // By `count` blocks of one head. False: there is no next.
     __device__ bool advance(const QueryBlocks& blocks, int q_slots, int count = 1) {
       left -= count;

@@ -43,6 +43,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
   static constexpr int kQueries = Traits::kScoreColumns;  // of S^T and dP^T
   static constexpr bool kDqTransposed = Traits::kDqTransposed;
   static constexpr int kCountDq = kDqTransposed ? kBlockM / 2 : Traits::kDqColumns / 2;
+  static constexpr int kEarlyDq = kCountDq * 2 / 3;  // added before dP^T takes registers
 
  public:
   static constexpr int kCountDk = Traits::kShare / 2;
@@ -54,7 +55,8 @@ class WideMainloop : BackwardConsumer<kConfig> {
   }
 
   // Fragments of the warpgroup's columns of dK, without the scale, and dV.
-  __device__ void run(const BackwardTile& tile, float (&dk)[kCountDk], float (&dv)[kCountDv]) {
+  __device__ __forceinline__ void run(const BackwardTile& tile, float (&dk)[kCountDk],
+                                      float (&dv)[kCountDv]) {
     using namespace cute;
     const int warpgroup = cutlass::canonical_warp_group_idx();
     const int first_query = kQueries * warpgroup;  // of the warpgroup, in a block
@@ -90,11 +92,16 @@ class WideMainloop : BackwardConsumer<kConfig> {
           queries_of(Int<kQueries>{}, typename Traits::LayoutDout{}, smem_.dout[0], warpgroup));
       issue_gemm_ss<kType>(r_v, r_dout, dp);
     };
-    const auto multiply_dv = [&] {
+    // From half of the queries.
+    const auto multiply_dv = [&](auto half) {
+      constexpr int kHalf = decltype(half)::value;
       const auto r_p = thread_dv.partition_fragment_A(
-          make_tensor(make_smem_ptr(smem_.p), typename Traits::LayoutDst{})(_, _, _0{}));
-      const auto r_dout = thread_dv.partition_fragment_B(columns_of(
-          Int<Traits::kShareV>{}, typename Traits::LayoutDoutt{}, smem_.dout[0], warpgroup));
+          local_tile(make_tensor(make_smem_ptr(smem_.p), typename Traits::LayoutDst{})(_, _, _0{}),
+                     Shape<_64, Int<kBlockM / 2>>{}, make_coord(_0{}, Int<kHalf>{})));
+      const auto s_dout = columns_of(Int<Traits::kShareV>{}, typename Traits::LayoutDoutt{},
+                                     smem_.dout[0], warpgroup);
+      const auto r_dout = thread_dv.partition_fragment_B(local_tile(
+          s_dout, Shape<Int<Traits::kShareV>, Int<kBlockM / 2>>{}, make_coord(_0{}, Int<kHalf>{})));
       issue_gemm_ss<kType, true, true, true>(r_p, r_dout, dv);
     };
     const auto multiply_dk = [&] {
@@ -139,33 +146,48 @@ class WideMainloop : BackwardConsumer<kConfig> {
     float scores[kCountS];  // S^T, then P^T
     float dp[kCountS];      // dP^T, then dS^T
     uint32_t packed[kCountS / 2];
+    const float* const lse = smem_.statistics[0] + first_query;  // and then delta
+    typename Base::Statistics statistics;
     const RegisterDqAdder<kConfig> adder(params_,
                                          thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
     const typename Base::WholeBlocks whole(tile.valid);
+    // dQ of the block before is there.
+    const auto wait_for_dq = [&](auto younger) __attribute__((always_inline)) {
+      warpgroup_wait<decltype(younger)::value>();
+      fence_registers(dq);
+      if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
+    };
 
-    FullBarrier::wait(&smem_.k_full, tile.phase);
-    FullBarrier::wait(&smem_.v_full, tile.phase);
-    FullBarrier::wait(&smem_.peer_k_full, tile.phase);
-    this->zero_keys(tile);
-    FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-    this->zero_q(tile, whole, walk.block, 0);
-    multiply_scores(scores);
-    FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-    this->zero_dout(tile, whole, walk.block, 0);
-    multiply_dp(dp);
-    // LSE of the block and then delta, read before the waits that they would otherwise come after.
-    typename Base::Statistics statistics;
-    const float* const lse = smem_.statistics[0] + first_query;
-    this->load_statistics(lse, statistics);
-    warpgroup_wait<0>();
-    fence_registers(scores);
-    fence_registers(dp);
+    const auto wait_for_turn = [&](const Addition& addition) __attribute__((always_inline)) {
+      if (addition.has_turn) return;
+      adder.wait_for_turn(tile, addition.block, addition.workspace_block);
+    };
 
-    FA_NO_UNROLL
-    while (true) {
-      this->template exponentiate<true>(scores, statistics);
-      if (tile.blocks.masked(walk.block)) {
+    // The first part of a block, up to dS in shared memory. kPlain: a block of PlainBlocks, without a
+    // branch between its GEMMs. kFirst: there is no block before.
+    const auto begin_block = [&]<bool kPlain, bool kOrdered, bool kFirst>(const Addition& addition)
+        __attribute__((always_inline)) {
+      const bool ordered = kPlain ? kOrdered : adder.ordered();
+      FullBarrier::wait(&smem_.q_full[0], ring_.phase);
+      if constexpr (!kPlain) this->zero_q(tile, whole, walk.block, 0);
+      multiply_scores(scores);
+      if constexpr (!kFirst) {
+        wait_for_dq(_1{});
+        if (ordered) wait_for_turn(addition);
+        adder.template add<0, kEarlyDq>(dq, addition.workspace_block);
+      }
+      this->load_statistics(lse, statistics);
+      FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
+      if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
+      multiply_dp(dp);
+      if constexpr (!kFirst) {
+        adder.template add<kEarlyDq, kCountDq>(dq, addition.workspace_block);
+      }
+      warpgroup_wait<1>();
+      fence_registers(scores);
+      this->template exponentiate<!kPlain>(scores, statistics);
+      if (!kPlain && tile.blocks.masked(walk.block)) {
         smem_.mask.apply(scores, walk.block * kBlockM + first_query, thread_);
       }
       this->load_statistics(lse + kBlockM, statistics);
@@ -178,8 +200,11 @@ class WideMainloop : BackwardConsumer<kConfig> {
       // All consumer threads arrive and wait: P of the block is in shared memory, and no wgmma of the
       // block before reads dS any more.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kPWritten);
-      multiply_dv();
-      this->template multiply_ds<true>(scores, dp, statistics, lse);
+      multiply_dv(_0{});
+      if (!kFirst && ordered) adder.pass_turn(addition.workspace_block);
+      warpgroup_wait<1>();
+      fence_registers(dp);
+      this->template multiply_ds<!kPlain>(scores, dp, statistics, lse);
       this->convert(dp, packed);
       // The other CTA has multiplied the block before's dS.
       FullBarrier::wait(&smem_.ds_taken, ring_.phase ^ 1);
@@ -187,51 +212,89 @@ class WideMainloop : BackwardConsumer<kConfig> {
       cutlass::arch::fence_view_async_shared();
       __syncwarp();
       if (thread_ % kWarpSize == 0) EmptyBarrier::arrive(&smem_.ds_full);
+      // The assembler wants no wgmma under way where a loop begins. dS takes as long as it.
+      warpgroup_wait<0>();
+      fence_registers(dv);
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
+    };
+    // The rest: dQ is under way, and what there is to know of its addition.
+    const auto finish_block = [&]<bool kPlain, bool kOrdered>() __attribute__((always_inline)) {
       multiply_dk();
+      multiply_dv(_1{});
       multiply_own_dq(dq);
+      Addition addition{walk.block, walk.workspace_block, false};
+      // A first look at the turn, which has time here; where dQ is to be added there is none.
+      if (kPlain ? kOrdered : adder.ordered()) {
+        addition.has_turn = adder.has_turn(tile, addition.block, addition.workspace_block);
+      }
       warpgroup_wait<2>();
+      fence_registers(dk);
+      this->release(smem_.q_empty, 0);
+      warpgroup_wait<1>();
       fence_registers(dv);
       this->release(smem_.dout_empty, 0);
       let_other_store_p();
-      warpgroup_wait<1>();
-      fence_registers(dk);
-      this->release(smem_.q_empty, 0);
       FullBarrier::wait(&smem_.peer_ds_full, ring_.phase);
       multiply_peer_dq(dq);
-      const int added_block = walk.block;
-      const int added = walk.workspace_block;
       ring_.advance();
-      const bool more = walk.advance(tile.blocks, params_.workspace.q_slots);
-      if (more) {
-        FullBarrier::wait(&smem_.q_full[0], ring_.phase);
-        this->zero_q(tile, whole, walk.block, 0);
+      return addition;
+    };
+
+    FullBarrier::wait(&smem_.k_full, tile.phase);
+    FullBarrier::wait(&smem_.v_full, tile.phase);
+    FullBarrier::wait(&smem_.peer_k_full, tile.phase);
+    this->zero_keys(tile);
+    begin_block.template operator()<false, false, true>({});
+    const PlainBlocks plain(params_, tile.blocks, whole);
+    const auto process_plain = [&]<bool kOrdered>() __attribute__((always_inline)) {
+      FA_NO_UNROLL
+      while (plain.contain(walk.block + 1)) {
+        const Addition addition = finish_block.template operator()<true, kOrdered>();
+        walk.advance_in_head();
+        begin_block.template operator()<true, kOrdered, false>(addition);
       }
-      // These two also past the last block, to no purpose: under a condition they would serialise all
-      // the GEMMs.
-      multiply_scores(scores);
-      warpgroup_wait<1>();
-      fence_registers(dq);
-      if (thread_ % kWarpSize == 0) arrive_at_peer(&smem_.ds_taken);
-      if (adder.ordered()) adder.wait_for_turn(tile, added_block, added);
-      adder.template add<0, kCountDq / 2>(dq, added);
-      if (more) {
-        FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
-        this->zero_dout(tile, whole, walk.block, 0);
+    };
+    FA_NO_UNROLL
+    while (true) {
+      if (adder.ordered()) {
+        process_plain.template operator()<true>();
+      } else {
+        process_plain.template operator()<false>();
       }
-      multiply_dp(dp);
-      adder.template add<kCountDq / 2, kCountDq>(dq, added);
-      this->load_statistics(lse, statistics);
-      warpgroup_wait<0>();
-      fence_registers(scores);
-      fence_registers(dp);
-      if (adder.ordered()) adder.pass_turn(added);
-      if (!more) return;
+      if (walk.left == 1) break;
+      const Addition addition = finish_block.template operator()<false, false>();
+      walk.advance(tile.blocks, params_.workspace.q_slots);
+      begin_block.template operator()<false, false, false>(addition);
     }
+    const Addition last = finish_block.template operator()<false, false>();
+    wait_for_dq(_0{});
+    if (adder.ordered()) wait_for_turn(last);
+    adder.template add<0, kEarlyDq>(dq, last.workspace_block);
+    adder.template add<kEarlyDq, kCountDq>(dq, last.workspace_block);
+    if (adder.ordered()) adder.pass_turn(last.workspace_block);
   }
 
  private:
+  // dQ of a block.
+  struct Addition {
+    int block;            // of the sequence
+    int workspace_block;  // its number in the workspace
+    bool has_turn;        // known to have it
+  };
+
+  // Blocks of which every query counts, without mask and softcap.
+  struct PlainBlocks {
+    int begin, end;
+
+    __device__ PlainBlocks(const BackwardParams& params, const QueryBlocks& blocks,
+                           const typename Base::WholeBlocks& whole)
+        : begin(uniform(max(blocks.full_begin, whole.begin))),
+          end(params.softcapped ? 0 : uniform(min(min(blocks.full_end, blocks.end), whole.end))) {}
+
+    __device__ bool contain(int block) const { return block >= begin && block < end; }
+  };
+
   // This warpgroup's threads arrive for the other one, which waits: this one's dV has read P.
   __device__ void let_other_store_p() const {
     NamedBarrier::arrive(Traits::kConsumerThreads,

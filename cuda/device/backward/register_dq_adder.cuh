@@ -38,17 +38,21 @@ class RegisterDqAdder {
     }
   }
 
-  // `query_block`: of the tile, block number `block` of the workspace. All lanes wait, so that each
+  // `query_block`: of the tile, block number `block` of the workspace. All lanes look, so that each
   // one's additions come after what it has read.
-  __device__ void wait_for_turn(const BackwardTile& tile, int query_block, int block) const {
+  __device__ bool has_turn(const BackwardTile& tile, int query_block, int block) const {
     const int before = tiles_before(tile, query_block, kConfig.block_m, kConfig.block_n);
-    while (load_acquire(turn(block)) != before) {
+    return load_acquire(turn(block)) == before;
+  }
+
+  __device__ void wait_for_turn(const BackwardTile& tile, int query_block, int block) const {
+    while (!has_turn(tile, query_block, block)) {
     }
   }
 
-  // Performed, not merely issued: each lane's fence, then the warp's barrier, then the release.
+  // The release of one lane holds for the additions of all, which the warp's barrier puts before it. It
+  // takes until they are performed: the later after them, the less.
   __device__ void pass_turn(int block) const {
-    __threadfence();
     __syncwarp();
     if (opaque(thread_) % kWarpSize != 0) return;
     increment_release(turn(block));

@@ -95,7 +95,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (float& sum : block_sum) asm volatile("" : "+f"(sum));
     }
-    if constexpr (kEnd == kCount) {
+    if constexpr (kBegin < kEnd && kEnd == kCount) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         row_sum[half] += block_sum[2 * half] + block_sum[2 * half + 1];
