@@ -14,6 +14,7 @@
 #pragma once
 
 #include "device/backward/consumer.cuh"
+#include "device/backward/register_dq_adder.cuh"
 
 namespace fa {
 
@@ -142,14 +143,15 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     // The other warpgroup's rows of K are read as well, for dQ, but not before dS is written.
     this->zero_keys(tile);
 
-    // Between two GEMMs nothing waits for shared memory, which they keep busy: what a block needs of
-    // it is read ahead.
-    const QueryBlocks blocks = uniform(tile.blocks);
-    const typename Base::WholeBlocks whole(tile.valid);
     const int ds_offset = Base::turned_offset(thread_);
+    const RegisterDqAdder<kConfig> adder(params_, thread_);
 
-    // kPlain: every query counts, every key is seen, and there is no softcap.
-    const auto visit = [&]<bool kPlain>() __attribute__((always_inline)) {
+    // The walk's block, or with kPlain one that follows it; `added`: its number in the workspace.
+    // kPlain: every query counts, every key is seen, there is no softcap, and dQ is added as
+    // kDqFromRegisters says.
+    const auto visit = [&]<bool kPlain>(int added, bool masked,
+                                        const typename Base::WholeBlocks& whole)
+        __attribute__((always_inline)) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
       const int block = walk.block;
@@ -182,7 +184,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
         this->template exponentiate<!kPlain>(scores[part], statistics);
         this->load_statistics(of_block + kBlockM + part * kPartM, statistics);
         if constexpr (!kPlain) {
-          if (blocks.masked(block)) [[unlikely]] {
+          if (masked) [[unlikely]] {
             smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
           }
         }
@@ -220,7 +222,11 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       this->release(smem_.dout_empty, ring.stage);
       warpgroup_wait<kParts>();
       fence_registers(dq);
-      hand_over_dq(dq);
+      if (Traits::kDqFromRegisters && (kPlain || !adder.ordered())) {
+        adder.template add<0, kCountDq>(dq, added);
+      } else {
+        hand_over_dq(dq);
+      }
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
@@ -231,19 +237,27 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     int visited;
     FA_NO_UNROLL
     do {
-      if (!params_.softcapped && !blocks.masked(walk.block) && whole.contain(walk.block)) {
+      // Read again, since it would not stay in registers; not between two GEMMs, where it would wait
+      // for shared memory, which they keep busy.
+      const QueryBlocks blocks = uniform(tile.blocks);
+      const typename Base::WholeBlocks whole(tile.valid);
+      const bool masked = blocks.masked(walk.block);
+      if (!params_.softcapped && !(Traits::kDqFromRegisters && adder.ordered()) && !masked &&
+          whole.contain(walk.block)) {
         visited = min(blocks.full_end, whole.end) - walk.block;
         FA_NO_UNROLL
-        for (int left = visited; left > 0; --left) visit.template operator()<true>();
+        for (int added = walk.workspace_block; added < walk.workspace_block + visited; ++added) {
+          visit.template operator()<true>(added, false, whole);
+        }
       } else {
         visited = 1;
-        visit.template operator()<false>();
+        visit.template operator()<false>(walk.workspace_block, masked, whole);
       }
-    } while (walk.advance(blocks, params_.workspace.q_slots, visited));
+    } while (walk.advance(uniform(tile.blocks), params_.workspace.q_slots, visited));
   }
 
  private:
-  // dQ of the block to the adder, in the order of dq_offset.
+  // dQ of the block to DqAdder, in the order of dq_offset.
   __device__ void hand_over_dq(const float (&dq)[kCountDq]) {
     const int thread = opaque(thread_);
     const int warpgroup = thread / kWarpgroupSize;

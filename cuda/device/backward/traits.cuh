@@ -108,6 +108,9 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
   // dV is issued before dS is computed, which then runs under it; with two parts the second's S^T
   // and dP^T do that, and the registers would not suffice for both.
   static constexpr bool kDvBeforeDs = kParts == 1;
+  // dQ goes from the consumers' registers to global memory unless additions are ordered: at D 64 the
+  // way through shared memory takes more of its time than is left.
+  static constexpr bool kDqFromRegisters = kHeadDim == 64;
 
   using LayoutDs = typename All::template KMajor<64, kBlockM, kBlockN, kDsStages>;
   template <int kColumns, int kDepth>
