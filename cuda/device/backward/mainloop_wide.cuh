@@ -7,14 +7,14 @@
 //   dK += dS^T Q   dV += P^T dO   dQ = dS K, added in global memory
 //
 // dQ is summed over the keys of both CTAs of the cluster: each has half of its columns, and gets the
-// other one's dS (ds_exchange.cuh), which is on its way under dK.
+// other one's dS (ds_exchange.cuh), which is on its way under dK and half of dV.
 //
-//   tensor cores    |   | dV | dK | dQ, own keys | dQ, the other's | S^T of the next | dP^T of the next
-//   this warpgroup  | P | dS |                                     | dQ out          | dQ out
+//   tensor cores    | S^T          | dP^T | half of dV | dK | the rest of dV | dQ, own | dQ, peer's
+//   this warpgroup  | dQ' of the block before out | P  | dS |
 //
-// There is one stage of Q and of dO. dO is free after dV and Q after dK, and the next block's loads
-// have the time of what follows. dQ goes from registers to global memory under S^T and dP^T of the
-// next block, half of it under each: once it is out, its registers hold dP^T.
+// There is one stage of Q and of dO. Q is free after dK and dO after dV, and the next block's loads
+// have the time of what follows. Most of dQ goes from registers to global memory under S^T of the next
+// block: once it is out, its registers hold dP^T. Exponentials run under dP^T and dS under half of dV.
 #pragma once
 
 #include "device/backward/consumer.cuh"
