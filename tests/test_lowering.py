@@ -577,12 +577,18 @@ def test_shared_operands_are_not_padded_when_the_mapped_axis_is_sharded(topology
     check_local(text, "dense", local)
 
 
-def test_recorded_into_command_buffers(device, tmp_path):
-    def layers(acc, lse):
-        return [dense(acc * layer, lse + layer) for layer in range(6)]
+OPERATIONS = ("attention_seqused", "attention_varlen", "attention_partials", "combine", "dense")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_recorded_into_command_buffers(name, device, tmp_path):
+    function = CASES[name][0]
+
+    def layers(first, *rest):
+        return [function(first * layer, *rest) for layer in range(6)]
 
     options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    compiled(layers, place("dense", lambda spec: device), options)
+    compiled(layers, place(name, lambda spec: device), options)
     (dump,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
     outside, inside = [], []
     for line in dump.read_text().splitlines():
