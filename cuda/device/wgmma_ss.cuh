@@ -44,12 +44,6 @@ struct WgmmaSs;
     }                                                                                              \
   };
 
-#define FA_WGMMA_32(type, ptx_type)                                                           \
-  FA_DEFINE_WGMMA(type, ptx_type, 32, FA_REGISTERS_0 "," FA_REGISTERS_1, "%16", "%17", "%18", \
-                  "%19", "%20", FA_OPERANDS(0), FA_OPERANDS(8))
-FA_WGMMA_32(bf16, "bf16")
-FA_WGMMA_32(f16, "f16")
-#undef FA_WGMMA_32
 #define FA_WGMMA_48(type, ptx_type)                                                                \
   FA_DEFINE_WGMMA(type, ptx_type, 48, FA_REGISTERS_0 "," FA_REGISTERS_1 "," FA_REGISTERS_2, "%24", \
                   "%25", "%26", "%27", "%28", FA_OPERANDS(0), FA_OPERANDS(8), FA_OPERANDS(16))

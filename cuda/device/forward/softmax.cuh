@@ -8,10 +8,10 @@
 // rows' m (equal in the four threads of a row) and its own part of the sum l; the parts are added at
 // the end.
 //
-// So a block begins with m as it is: `try_block` makes the first exponentials, into registers of
-// their own where there are any, while it looks for a score that is too great. Nearly always there is none, no thread
-// needs to know of others' scores, and O stays as it is. Otherwise the scores are still there, and
-// `update` does all that the block needs.
+// So a block begins with m as it is: `try_block` makes the first exponentials, where there are
+// registers for them, while it looks for a score that is too great. Nearly always there is none, no
+// thread needs to know of others' scores, and O stays as it is. Otherwise the scores are still
+// there, and `update` does all that the block needs.
 //
 // A warp goes one way for all its rows, but a row's bits depend on its own scores only: `update`
 // changes m by the rule above, which knows one row, and a row that keeps m gets from it what the
