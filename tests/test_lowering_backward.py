@@ -240,7 +240,7 @@ def test_r27_saved_by_name_the_forward_runs_once(saved, device):
     assert calls(text) == (1 if saved else 2, 1)
 
 
-def test_recorded_into_command_buffers(device, tmp_path):
+def test_gradient_recorded_into_command_buffers(device, tmp_path):
     def layers(q, k, v, dout, dlse):
         return [gradient("attention")(q * n, k, v, dout, dlse) for n in range(1, 4)]
 
