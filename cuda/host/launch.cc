@@ -53,8 +53,7 @@ void launch_combine(const CombineArguments& arguments, cudaStream_t stream) {
   params.seqlen = static_cast<int>(problem.seqlen);
   params.head_dim = static_cast<int>(problem.head_dim);
   params.num_splits = static_cast<int>(problem.num_splits);
-  launch_kernel(plan.kernel, symbol, plan.grid, plan.num_threads, plan.smem_bytes, &params, stream,
-                LaunchOrder::waits_itself);
+  launch(plan, symbol, params, stream, LaunchOrder::waits_itself);
 }
 
 }  // namespace fa

@@ -121,8 +121,7 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
     launch_schedule(arguments, plan, params, stream);
     order = LaunchOrder::waits_itself;
   }
-  launch_kernel(plan.kernel, symbol, plan.grid, plan.num_threads, plan.smem_bytes, &params, stream,
-                order);
+  launch(plan, symbol, params, stream, order);
 }
 
 }  // namespace fa

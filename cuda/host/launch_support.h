@@ -61,8 +61,10 @@ void launch_kernel(const std::string& name, const void* symbol, int grid, int nu
                    LaunchOrder order = LaunchOrder::after_previous, int cluster = 1);
 
 template <typename Plan, typename Params>
-void launch(const Plan& plan, const void* symbol, const Params& params, cudaStream_t stream) {
-  launch_kernel(plan.kernel, symbol, plan.grid, plan.num_threads, plan.smem_bytes, &params, stream);
+void launch(const Plan& plan, const void* symbol, const Params& params, cudaStream_t stream,
+            LaunchOrder order = LaunchOrder::after_previous) {
+  launch_kernel(plan.kernel, symbol, plan.grid, plan.num_threads, plan.smem_bytes, &params, stream,
+                order);
 }
 
 // Where O and LSE of a dense call lie.

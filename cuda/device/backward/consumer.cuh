@@ -50,19 +50,17 @@ class BackwardConsumer {
           workspace_block(uniform(static_cast<int>(tile.query_block)) + block),
           left((uniform(tile.blocks.end) - block) * heads) {}
 
-    // To the next one, which exists and is of the same head.
-    __device__ void advance_in_head() {
-      --left;
-      ++block;
-      ++workspace_block;
+    // By `count` blocks of one head, to one of the same head.
+    __device__ void advance_in_head(int count = 1) {
+      left -= count;
+      block += count;
+      workspace_block += count;
     }
 
     // By `count` blocks of one head. False: there is no next.
     __device__ bool advance(const QueryBlocks& blocks, int q_slots, int count = 1) {
-      left -= count;
+      advance_in_head(count);
       if (left == 0) return false;
-      workspace_block += count;
-      block += count;
       if (block == blocks.end) {
         block = blocks.begin;
         workspace_block += q_slots - (blocks.end - block);
@@ -111,6 +109,19 @@ class BackwardConsumer {
     __device__ explicit WholeBlocks(const QueryRange& valid)
         : begin(uniform(ceil_div(max(valid.begin, 0), kBlockM))),
           end(uniform(valid.end / kBlockM)) {}
+
+    __device__ bool contain(int block) const { return block >= begin && block < end; }
+  };
+
+  // The query blocks of which every query counts and sees every key, if there is no softcap: the
+  // main loops have a loop of their own for these.
+  struct PlainBlocks {
+    int begin, end;
+
+    __device__ PlainBlocks(const BackwardParams& params, const QueryBlocks& blocks,
+                           const WholeBlocks& whole)
+        : begin(uniform(max(blocks.full_begin, whole.begin))),
+          end(params.softcapped ? 0 : uniform(min(blocks.full_end, whole.end))) {}
 
     __device__ bool contain(int block) const { return block >= begin && block < end; }
   };

@@ -147,8 +147,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     const RegisterDqAdder<kConfig> adder(params_, thread_);
 
     // The walk's block, or with kPlain one that follows it; `added`: its number in the workspace.
-    // kPlain: every query counts, every key is seen, there is no softcap, and dQ is added as
-    // kDqFromRegisters says.
+    // kPlain: one of PlainBlocks, and dQ is added as kDqFromRegisters says.
     const auto visit = [&]<bool kPlain>(int added, bool masked,
                                         const typename Base::WholeBlocks& whole)
         __attribute__((always_inline)) {
@@ -241,10 +240,10 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       // for shared memory, which they keep busy.
       const QueryBlocks blocks = uniform(tile.blocks);
       const typename Base::WholeBlocks whole(tile.valid);
+      const typename Base::PlainBlocks plain(params_, blocks, whole);
       const bool masked = blocks.masked(walk.block);
-      if (!params_.softcapped && !(Traits::kDqFromRegisters && adder.ordered()) && !masked &&
-          whole.contain(walk.block)) {
-        visited = min(blocks.full_end, whole.end) - walk.block;
+      if (!(Traits::kDqFromRegisters && adder.ordered()) && plain.contain(walk.block)) {
+        visited = plain.end - walk.block;
         FA_NO_UNROLL
         for (int added = walk.workspace_block; added < walk.workspace_block + visited; ++added) {
           visit.template operator()<true>(added, false, whole);

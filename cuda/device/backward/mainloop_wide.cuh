@@ -164,7 +164,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
       adder.wait_for_turn(tile, addition.block, addition.workspace_block);
     };
 
-    // The first part of a block, up to dS in shared memory. kPlain: a block of PlainBlocks, without a
+    // The first part of a block, up to dS in shared memory. kPlain: one of PlainBlocks, without a
     // branch between its GEMMs. kFirst: there is no block before.
     const auto begin_block = [&]<bool kPlain, bool kOrdered, bool kFirst>(const Addition& addition)
         __attribute__((always_inline)) {
@@ -246,7 +246,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
     FullBarrier::wait(&smem_.peer_k_full, tile.phase);
     this->zero_keys(tile);
     begin_block.template operator()<false, false, true>({});
-    const PlainBlocks plain(params_, tile.blocks, whole);
+    const typename Base::PlainBlocks plain(params_, tile.blocks, whole);
     const auto process_plain = [&]<bool kOrdered>() __attribute__((always_inline)) {
       FA_NO_UNROLL
       while (plain.contain(walk.block + 1)) {
@@ -281,18 +281,6 @@ class WideMainloop : BackwardConsumer<kConfig> {
     int block;            // of the sequence
     int workspace_block;  // its number in the workspace
     bool has_turn;        // known to have it
-  };
-
-  // Blocks of which every query counts, without mask and softcap.
-  struct PlainBlocks {
-    int begin, end;
-
-    __device__ PlainBlocks(const BackwardParams& params, const QueryBlocks& blocks,
-                           const typename Base::WholeBlocks& whole)
-        : begin(uniform(max(blocks.full_begin, whole.begin))),
-          end(params.softcapped ? 0 : uniform(min(min(blocks.full_end, blocks.end), whole.end))) {}
-
-    __device__ bool contain(int block) const { return block >= begin && block < end; }
   };
 
   // This warpgroup's threads arrive for the other one, which waits: this one's dV has read P.
