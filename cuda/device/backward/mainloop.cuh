@@ -94,15 +94,17 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
                          Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 16>>>{});
     };
 
-    const auto multiply_scores = [&](int part, int stage) {
+    const auto multiply_scores = [&](int stage) {
       const auto r_q = thread_scores.partition_fragment_B(
-          part_of_rows(typename Traits::LayoutQ{}, smem_.q[0], part));
-      issue_gemm_ss<kType>(r_k, r_q(_, _, _, stage), scores[part]);
+          make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQ{}));
+      issue_gemm_ss<kType>(r_k, r_q(_, _, _, stage),
+                           reinterpret_cast<float(&)[kParts * kCountS]>(scores));
     };
-    const auto multiply_dp = [&](int part, int stage) {
+    const auto multiply_dp = [&](int stage) {
       const auto r_dout = thread_dp.partition_fragment_B(
-          part_of_rows(typename Traits::LayoutDout{}, smem_.dout[0], part));
-      issue_gemm_ss<kType>(r_v, r_dout(_, _, _, stage), dp[part]);
+          make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDout{}));
+      issue_gemm_ss<kType>(r_v, r_dout(_, _, _, stage),
+                           reinterpret_cast<float(&)[kParts * kCountS]>(dp));
     };
     const auto multiply_dv = [&](int part, int stage) {
       const auto r_doutt = thread_dv.partition_fragment_B(
@@ -157,57 +159,52 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       // S^T starts before anything is known of dO.
       FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
       if constexpr (!kPlain) this->zero_q(tile, whole, block, ring.stage);
-      multiply_scores(0, stage);
+      multiply_scores(stage);
       FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
       if constexpr (!kPlain) this->zero_dout(tile, whole, block, ring.stage);
-      multiply_dp(0, stage);
+      multiply_dp(stage);
 
       const float* const of_block = smem_.statistics[ring.stage];
+      typename Base::Statistics statistics;
+      this->load_statistics(of_block, statistics);
+      warpgroup_wait<1>();
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        typename Base::Statistics statistics;
-        this->load_statistics(of_block + part * kPartM, statistics);
-        // Younger than S^T of the part: its dP^T, the pairs of later parts, dV of earlier ones.
-        if (part == 0) {
-          warpgroup_wait<1>();
-        } else {
-          warpgroup_wait<2>();
-        }
         fence_registers(scores[part]);
-        if (part == 0) {
-          if constexpr (kParts == 2) {
-            multiply_scores(1, stage);
-            multiply_dp(1, stage);
-          }
-        }
         this->template exponentiate<!kPlain>(scores[part], statistics);
-        this->load_statistics(of_block + kBlockM + part * kPartM, statistics);
+        this->load_statistics(of_block + (part + 1 < kParts ? (part + 1) * kPartM : kBlockM), statistics);
         if constexpr (!kPlain) {
           if (masked) [[unlikely]] {
             smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
           }
         }
-        if constexpr (Traits::kDvBeforeDs) {
+      }
+      if constexpr (Traits::kDvBeforeDs) {
+        for (int part = 0; part < kParts; ++part) {
           this->convert(scores[part], p16[part]);
           multiply_dv(part, stage);
         }
-        // Younger than dP^T of the part: with one part dV; the second part's pair, or the first one's
-        // dV.
-        if (kParts == 2 && part == 0) {
-          warpgroup_wait<2>();
-        } else {
-          warpgroup_wait<1>();
-        }
+        warpgroup_wait<1>();
+      } else {
+        warpgroup_wait<0>();
+      }
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
         fence_registers(dp[part]);
         this->template multiply_ds<!kPlain>(scores[part], dp[part], statistics,
                                             of_block + part * kPartM);
-        if constexpr (!Traits::kDvBeforeDs) {
-          this->convert(scores[part], p16[part]);
-          multiply_dv(part, stage);
-        }
+        if (part + 1 < kParts) this->load_statistics(of_block + kBlockM + (part + 1) * kPartM, statistics);
+      }
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
         this->convert(dp[part], ds16[part]);
+        if constexpr (!Traits::kDvBeforeDs) this->convert(scores[part], p16[part]);
         Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ds_stage_]) + ds_offset +
                                            part * kPartM * Base::kSwizzledRowBytes);
+      }
+      if constexpr (!Traits::kDvBeforeDs) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) multiply_dv(part, stage);
       }
       cutlass::arch::fence_view_async_shared();
       // All consumer threads arrive and wait: dS of the block is in shared memory.
