@@ -110,7 +110,7 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
   static constexpr bool kDvBeforeDs = kParts == 1;
   // dQ goes from the consumers' registers to global memory unless additions are ordered: at D 64 the
   // way through shared memory takes more of its time than is left.
-  static constexpr bool kDqFromRegisters = kHeadDim == 64;
+  static constexpr bool kDqFromRegisters = false;
 
   using LayoutDs = typename All::template KMajor<64, kBlockM, kBlockN, kDsStages>;
   template <int kColumns, int kDepth>
