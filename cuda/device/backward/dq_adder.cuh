@@ -1,6 +1,5 @@
 // The adder of dQ: one warp that adds the consumers' blocks of dQ to the accumulator in global
-// memory, by bulk reductions from shared memory, a warpgroup's part at a time. Idle where the consumers
-// add themselves (kDqFromRegisters).
+// memory, by bulk reductions from shared memory, a warpgroup's part at a time.
 //
 // With `turns` the tiles of a head add to a block one after the other: see dq_turn.cuh.
 #pragma once
@@ -33,14 +32,11 @@ class DqAdder {
   __device__ void run() {
     BackwardTileSlots::Ring slot;
     uint32_t phase = 0;
-    // No head where the consumers add.
-    const bool idle = Traits::kDqFromRegisters && params_.turns == nullptr;
-    const int heads = idle ? 0 : params_.qhead_per_khead;
     while (true) {
       const BackwardTile& tile = smem_.tiles.take(slot);
       if (!tile.more) return;
       FA_NO_UNROLL
-      for (int group = 0; group < heads; ++group) {
+      for (int group = 0; group < params_.qhead_per_khead; ++group) {
         const int begin = uniform(tile.blocks.begin);
         const int end = uniform(tile.blocks.end);
         int64_t target =

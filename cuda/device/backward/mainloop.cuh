@@ -8,13 +8,11 @@
 //   tensor cores    | S^T | dP^T | dV         | dQ | dK         |
 //   this warpgroup        | P    | dS -> smem      | dQ -> smem |
 //
-// The exponentials run under dP^T, dS under dV and the hand-over of dQ under dK. Where registers
-// allow a block of 128 queries, it is taken in two parts: S^T and dP^T of the second run under the
-// exponentials and dS of the first.
+// The exponentials run under dP^T, dS under dV and the hand-over of dQ under dK. With blocks of 128
+// queries dV is issued when dS is stored.
 #pragma once
 
 #include "device/backward/consumer.cuh"
-#include "device/backward/register_dq_adder.cuh"
 
 namespace fa {
 
@@ -146,12 +144,9 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     this->zero_keys(tile);
 
     const int ds_offset = Base::turned_offset(thread_);
-    const RegisterDqAdder<kConfig> adder(params_, thread_);
 
-    // The walk's block, or with kPlain one that follows it; `added`: its number in the workspace.
-    // kPlain: one of PlainBlocks, and dQ is added as kDqFromRegisters says.
-    const auto visit = [&]<bool kPlain>(int added, bool masked,
-                                        const typename Base::WholeBlocks& whole)
+    // kPlain: the walk's block is one of PlainBlocks, or one of its followers.
+    const auto visit = [&]<bool kPlain>(bool masked, const typename Base::WholeBlocks& whole)
         __attribute__((always_inline)) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
@@ -164,6 +159,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       if constexpr (!kPlain) this->zero_dout(tile, whole, block, ring.stage);
       multiply_dp(stage);
 
+      // LSE of the parts, then delta of the parts: each is read ahead of the wait before its use.
       const float* const of_block = smem_.statistics[ring.stage];
       typename Base::Statistics statistics;
       this->load_statistics(of_block, statistics);
@@ -172,7 +168,8 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       for (int part = 0; part < kParts; ++part) {
         fence_registers(scores[part]);
         this->template exponentiate<!kPlain>(scores[part], statistics);
-        this->load_statistics(of_block + (part + 1 < kParts ? (part + 1) * kPartM : kBlockM), statistics);
+        const bool last = part + 1 == kParts;
+        this->load_statistics(of_block + (last ? kBlockM : (part + 1) * kPartM), statistics);
         if constexpr (!kPlain) {
           if (masked) [[unlikely]] {
             smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
@@ -180,20 +177,18 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
         }
       }
       if constexpr (Traits::kDvBeforeDs) {
-        for (int part = 0; part < kParts; ++part) {
-          this->convert(scores[part], p16[part]);
-          multiply_dv(part, stage);
-        }
-        warpgroup_wait<1>();
-      } else {
-        warpgroup_wait<0>();
+        this->convert(scores[0], p16[0]);
+        multiply_dv(0, stage);
       }
+      warpgroup_wait<Traits::kDvBeforeDs>();
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         fence_registers(dp[part]);
         this->template multiply_ds<!kPlain>(scores[part], dp[part], statistics,
                                             of_block + part * kPartM);
-        if (part + 1 < kParts) this->load_statistics(of_block + kBlockM + (part + 1) * kPartM, statistics);
+        if (part + 1 < kParts) {
+          this->load_statistics(of_block + kBlockM + (part + 1) * kPartM, statistics);
+        }
       }
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -218,11 +213,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       this->release(smem_.dout_empty, ring.stage);
       warpgroup_wait<kParts>();
       fence_registers(dq);
-      if (Traits::kDqFromRegisters && (kPlain || !adder.ordered())) {
-        adder.template add<0, kCountDq>(dq, added);
-      } else {
-        hand_over_dq(dq);
-      }
+      hand_over_dq(dq);
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
@@ -239,15 +230,13 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       const typename Base::WholeBlocks whole(tile.valid);
       const typename Base::PlainBlocks plain(params_, blocks, whole);
       const bool masked = blocks.masked(walk.block);
-      if (!(Traits::kDqFromRegisters && adder.ordered()) && plain.contain(walk.block)) {
+      if (plain.contain(walk.block)) {
         visited = plain.end - walk.block;
         FA_NO_UNROLL
-        for (int added = walk.workspace_block; added < walk.workspace_block + visited; ++added) {
-          visit.template operator()<true>(added, false, whole);
-        }
+        for (int left = visited; left > 0; --left) visit.template operator()<true>(false, whole);
       } else {
         visited = 1;
-        visit.template operator()<false>(walk.workspace_block, masked, whole);
+        visit.template operator()<false>(masked, whole);
       }
     } while (walk.advance(uniform(tile.blocks), params_.workspace.q_slots, visited));
   }

@@ -1,6 +1,6 @@
-// dQ of a block, from a consumer warp's registers to the accumulator in global memory: wide heads
-// leave no shared memory to pass it through, D 64 no time. Reductions of 16 bytes per lane, 512 bytes
-// side by side per warp (dq_offset). Nobody waits for them: the next kernel finds them complete.
+// dQ of a block of wide heads, from a consumer warp's registers to the accumulator in global memory: no
+// shared memory is left to pass it through. Reductions of 16 bytes per lane, 512 bytes side by side per
+// warp (dq_offset). Nobody waits for them: the next kernel finds them complete.
 //
 // With `turns` each consumer warp has a turn of its own in each block, for the queries it holds: see
 // dq_turn.cuh.

@@ -101,16 +101,12 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
   // the barrier of the block between, which every warpgroup reaches after it has read the stage.
   static constexpr int kDsStages = 2;
 
-  // A block of 128 queries is taken in two parts, the second's S^T and dP^T under the first's
-  // exponentials.
+  // Arithmetic on a block of 128 queries is done in two parts, so that registers suffice.
   static constexpr int kParts = kBlockM == 128 ? 2 : 1;
-  static constexpr int kScoreColumns = kBlockM / kParts;  // of S^T at a time
-  // dV is issued before dS is computed, which then runs under it; with two parts the second's S^T
-  // and dP^T do that, and the registers would not suffice for both.
+  static constexpr int kScoreColumns = kBlockM / kParts;  // of a part of S^T
+  // dV is issued before dS is computed, which then runs under it. With two parts P in 16 bits would
+  // be more than the registers hold beside P and dP^T.
   static constexpr bool kDvBeforeDs = kParts == 1;
-  // dQ goes from the consumers' registers to global memory unless additions are ordered: at D 64 the
-  // way through shared memory takes more of its time than is left.
-  static constexpr bool kDqFromRegisters = false;
 
   using LayoutDs = typename All::template KMajor<64, kBlockM, kBlockN, kDsStages>;
   template <int kColumns, int kDepth>
