@@ -146,12 +146,6 @@ FA_HOST_DEVICE constexpr SlotPosition slot_position(const int32_t* cu_seqlens, i
 
 // ---- The accumulator of dQ ----------------------------------------------------------------------
 
-// Where LSE and delta of a block's query lie in the workspace. A thread of the fragments of S^T has
-// the queries 8 g + 2 (lane % 4) and the next one, and reads them for two g as one vector.
-FA_HOST_DEVICE constexpr int statistics_position(int query) {
-  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
-}
-
 // How the warpgroups share a block of dQ: by rows of 64 queries, by columns, by rows and, the
 // warpgroups of a CTA having half of the columns, by columns; or, where the rows are no multiple of
 // 64, transposed and by columns.

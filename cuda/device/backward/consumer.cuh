@@ -142,13 +142,15 @@ class BackwardConsumer {
 
   // ---- Arithmetic ---------------------------------------------------------------------------------
 
-  // LSE or delta of the queries of a thread's columns, as statistics_position has them.
-  using Statistics = float4[kCountS / 8];
+  // LSE or delta of the queries of a thread's columns, 8 g + 2 (lane % 4) and the next one.
+  using Statistics = float2[kCountS / 4];
 
   // `of_block`: of the first column's query.
   __device__ void load_statistics(const float* of_block, Statistics& values) const {
 #pragma unroll
-    for (int i = 0; i < kCountS / 8; ++i) values[i] = statistics_at(of_block, i);
+    for (int g = 0; g < kCountS / 4; ++g) {
+      values[g] = *reinterpret_cast<const float2*>(of_block + 8 * g + 2 * (thread_ % 4));
+    }
   }
 
   // S^T -> P^T. kSoftcap: there may be one.
@@ -165,8 +167,13 @@ class BackwardConsumer {
     }
     const float scale = softcapped ? params_.softcap_log2 : params_.scale_log2;
 #pragma unroll
-    for (int i = 0; i < kCountS; ++i) {
-      scores[i] = exp2_approx(fmaf(scores[i], scale, -of_column(lse[i / 8], i)));
+    for (int g = 0; g < kCountS / 4; ++g) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* const s = scores + 4 * g + 2 * half;
+        s[0] = exp2_approx(fmaf(s[0], scale, -lse[g].x));
+        s[1] = exp2_approx(fmaf(s[1], scale, -lse[g].y));
+      }
     }
   }
 
@@ -175,16 +182,22 @@ class BackwardConsumer {
   __device__ void multiply_ds(const float (&p)[kCountS], float (&dp)[kCountS],
                               const Statistics& delta, const float* lse) const {
 #pragma unroll
-    for (int i = 0; i < kCountS; ++i) dp[i] = p[i] * (dp[i] - of_column(delta[i / 8], i));
+    for (int g = 0; g < kCountS / 4; ++g) {
+#pragma unroll
+      for (int i = 4 * g; i < 4 * g + 4; ++i) {
+        dp[i] = p[i] * (dp[i] - (i % 2 == 0 ? delta[g].x : delta[g].y));
+      }
+    }
     if (kSoftcap && params_.softcapped) [[unlikely]] {
       // The derivative 1 - tanh^2, with the tanh that P came from: rare enough to find it again.
       const float factor = 1.f / params_.softcap_log2;
 #pragma unroll
-      for (int v = 0; v < kCountS / 8; ++v) {
-        const float4 of_columns = statistics_at(lse, v);
+      for (int g = 0; g < kCountS / 4; ++g) {
+        const float2 of_columns = *reinterpret_cast<const float2*>(lse + 8 * g + 2 * (thread_ % 4));
 #pragma unroll
-        for (int i = 8 * v; i < 8 * v + 8; ++i) {
-          const float tanh = (log2_in_order(p[i]) + of_column(of_columns, i)) * factor;
+        for (int i = 4 * g; i < 4 * g + 4; ++i) {
+          const float tanh =
+              (log2_in_order(p[i]) + (i % 2 == 0 ? of_columns.x : of_columns.y)) * factor;
           dp[i] = p[i] == 0.f ? 0.f : dp[i] * fmaf(-tanh, tanh, 1.f);
         }
       }
@@ -231,18 +244,6 @@ class BackwardConsumer {
   static constexpr int kSwizzledRowBytes = 128;
 
  private:
-  // The vector of element 8 i of a fragment's row and the following ones.
-  __device__ float4 statistics_at(const float* of_block, int i) const {
-    return *reinterpret_cast<const float4*>(of_block + 16 * i + 4 * (thread_ % 4));
-  }
-
-  // What the vector has for element `index` of the fragment.
-  static __device__ float of_column(const float4& vector, int index) {
-    const float2 pair =
-        index / 4 % 2 == 0 ? float2{vector.x, vector.y} : float2{vector.z, vector.w};
-    return index % 2 == 0 ? pair.x : pair.y;
-  }
-
   template <int kPanelColumns, int kElements>
   __device__ void zero_queries(Element (&queries)[kElements], const BackwardTile& tile,
                                int block) const {

@@ -101,9 +101,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
       lse *= kLog2E;
       delta = sum - lse_of(params.dlse, kBackwardDlse, row);
     }
-    const int position = statistics_position(row);
-    statistics[position] = lse;
-    statistics[params.block_m + position] = delta;
+    statistics[row] = lse;
+    statistics[params.block_m + row] = delta;
   }
 }
 
