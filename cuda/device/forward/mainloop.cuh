@@ -130,33 +130,39 @@ class ForwardMainloop {
       --block;
     };
     // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
-    // in it to jump over.
+    // in it to jump over. A warp that has to leave it leaves at its end, with scores that are still
+    // there and a P that means nothing: all warps of a warpgroup must wait for P V at the same
+    // instruction.
     --block;
     while (block >= blocks.begin) {
       if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {
         bool update;
-        while (true) {
+        do {
           multiply();
           float early[kEarly > 0 ? kEarly : 1];
           update = softmax.template try_block<kEarly>(scores, early, params_.logit_unit_log2);
-          if (update) break;
+          if (!update) [[likely]] {
 #pragma unroll
-          for (int i = 0; i < kEarly; ++i) scores[i] = early[i];
-          softmax.template exponentiate<kEarly, kLate>(scores, params_.logit_unit_log2);
-          softmax.template add<0, kLate>(scores);
+            for (int i = 0; i < kEarly; ++i) scores[i] = early[i];
+            softmax.template exponentiate<kEarly, kLate>(scores, params_.logit_unit_log2);
+            softmax.template add<0, kLate>(scores);
+          }
           wait_for_pv();
-          softmax.template exponentiate<kLate, kCountS>(scores, params_.logit_unit_log2);
-          softmax.template add<kLate, kCountS>(scores);
-          convert(scores, p);
-          if (block < blocks.full_begin) break;
-        }
+          float late[kCountS];
+#pragma unroll
+          for (int i = 0; i < kCountS; ++i) late[i] = scores[i];
+          softmax.template exponentiate<kLate, kCountS>(late, params_.logit_unit_log2);
+          softmax.template add<kLate, kCountS>(late, !update);
+          convert(late, p);
+        } while (!update && block >= blocks.full_begin);
         if (!update) continue;
+        softmax.update(scores, params_.logit_unit_log2);
       } else {
         multiply();
         transform_and_mask();
+        softmax.update(scores, params_.logit_unit_log2);
+        wait_for_pv();
       }
-      softmax.update(scores, params_.logit_unit_log2);
-      wait_for_pv();
       rescale_o(o, softmax.rescale);
       convert(scores, p);
     }

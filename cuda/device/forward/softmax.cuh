@@ -85,7 +85,7 @@ struct OnlineSoftmax {
 
   // Adds P of scores kBegin to kEnd to the sum; from 0 on, in this order, whichever way P was made.
   template <int kBegin, int kEnd, int kCount>
-  __device__ __forceinline__ void add(const float (&s)[kCount]) {
+  __device__ __forceinline__ void add(const float (&s)[kCount], bool counts = true) {
 #pragma unroll
     for (int i = kBegin; i < kEnd; ++i) {
       block_sum[i % 4] = i < 4 ? s[i] : block_sum[i % 4] + s[i];
@@ -98,7 +98,8 @@ struct OnlineSoftmax {
     if constexpr (kBegin < kEnd && kEnd == kCount) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        row_sum[half] += block_sum[2 * half] + block_sum[2 * half + 1];
+        const float sum = block_sum[2 * half] + block_sum[2 * half + 1];
+        row_sum[half] += counts ? sum : 0.f;
       }
     }
   }
