@@ -39,7 +39,7 @@ class ForwardMainloop {
   static constexpr bool kThree = Traits::kWarpgroups == 3;
   static constexpr int kRegisters = kCountS + kCountO;
   static constexpr int kEarly = kThree ? 0 : kRegisters <= 128 ? 20 : kRegisters <= 168 ? 12 : 4;
-  static constexpr int kLate = kThree ? kCountS : kCountS * 5 / 8 / 4 * 4;
+  static constexpr int kLate = kThree ? kCountS : kCountS * (kRegisters <= 168 ? 5 : 6) / 8 / 4 * 4;
 
  public:
   __device__ ForwardMainloop(const ForwardParams& params, Smem& smem)
@@ -106,6 +106,8 @@ class ForwardMainloop {
     if (block > blocks.begin) wait_for_k(ring_);
 
     // S of a block and P V of the one before are issued; S is there.
+    int v_stage;
+    bool last;  // it is the tile's last block
     const auto multiply = [&]() __attribute__((always_inline)) {
       const Ring v = v_position();
       take_turn();
@@ -115,15 +117,16 @@ class ForwardMainloop {
       pass_turn();
       warpgroup_wait<1>();
       fence_registers(scores);
-      release_k(q_stage, block == blocks.begin);
+      last = block == blocks.begin;
+      release_k(q_stage, last);
+      v_stage = v.stage;
+      ring_.advance();
     };
     // P V is there.
     const auto wait_for_pv = [&]() __attribute__((always_inline)) {
-      const int v_stage = v_position().stage;
-      ring_.advance();
       // The assembler would move the wait for P V ahead of the exponentials, which are to run under
       // it; it does not move it across the loop that waits for the next K.
-      if (block > blocks.begin) wait_for_k(ring_);
+      if (!last) wait_for_k(ring_);
       warpgroup_wait<0>();
       fence_registers(o);
       release(smem_.v_empty, v_stage);

@@ -56,7 +56,7 @@ struct SegmentWindow {
   int begin;               // tiles before it
 
   __device__ void load(const Schedule& schedule, int base_to_load) {
-    const int lane = threadIdx.x % kWarpSize;
+    const int lane = opaque(threadIdx.x) % kWarpSize;
     const int place = min(base_to_load + lane, schedule.workspace[Schedule::kNumListed] - 1);
     ends[lane] = schedule.tile_ends()[place];
     numbers[lane] = schedule.numbers()[place];
@@ -214,7 +214,7 @@ struct TileQueue {
 
   __device__ void release(uint32_t& count) {
     __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) Barrier::arrive(&empty[count % kForwardTileSlots]);
+    if (opaque(threadIdx.x) % kWarpSize == 0) Barrier::arrive(&empty[count % kForwardTileSlots]);
     ++count;
   }
 
@@ -240,7 +240,7 @@ __device__ void find_first_tile(const ForwardParams& params, TileQueue& queue) {
 // The scheduler warp, after find_first_tile.
 template <int kBlockN>
 __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue) {
-  const bool elected = threadIdx.x % kWarpSize == 0;
+  const bool elected = opaque(threadIdx.x) % kWarpSize == 0;
   uint32_t count = 0;
   uint32_t number = 0;
   int index = blockIdx.x;
