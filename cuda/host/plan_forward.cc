@@ -10,8 +10,7 @@ namespace fa {
 namespace {
 
 // Keys and values of the heads that run at the same time should stay in L2 (50 MB) with room for
-// the rest. Wide heads of long sequences do not read them fast enough for that to matter; with twice
-// as many heads the tiles that run together are more alike (benchmarks/README.md).
+// the rest. Wide heads of long sequences are faster with twice as many (benchmarks/README.md).
 constexpr int64_t kL2BytesForKeys = 32 << 20;
 constexpr int64_t kBytesForWideLongKeys = 64 << 20;
 
