@@ -84,6 +84,7 @@ struct OnlineSoftmax {
   }
 
   // Adds P of scores kBegin to kEnd to the sum; from 0 on, in this order, whichever way P was made.
+  // Without `counts` the rows' sums stay as they are.
   template <int kBegin, int kEnd, int kCount>
   __device__ __forceinline__ void add(const float (&s)[kCount], bool counts = true) {
 #pragma unroll
