@@ -179,6 +179,19 @@ def test_forward_takes_the_largest_tile_but_for_few_queries():
     assert rows(window_right=0, seqlen_q=1) == 64
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "heads"),
+    [(128, 1024, 64), (128, 4096, 16), (192, 4096, 10), (256, 2048, 16)]
+    + [(256, 4096, 16), (256, 16384, 4), (256, 1 << 20, 1)],
+)
+def test_heads_whose_tiles_run_from_long_to_short_together(head_dim, seqlen, heads):
+    """32 MB of keys and values, and 64 with D 256 from 4,096 keys on."""
+    changes = dict.fromkeys(("head_dim", "head_dim_v"), head_dim)
+    changes |= {"seqlen_q": seqlen, "seqlen_k": seqlen}
+    changes |= {"batch": 64, "qhead_per_khead": 1, "window_right": 0}
+    assert forward(**changes)["section_heads"] == heads
+
+
 def test_forward_packs_heads_where_it_saves_tiles():
     assert forward(seqlen_q=1)["pack_gqa"]
     assert not forward(seqlen_q=1, pack_gqa=0)["pack_gqa"]

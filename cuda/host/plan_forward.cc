@@ -10,9 +10,12 @@ namespace fa {
 namespace {
 
 // Keys and values of the heads that run at the same time should stay in L2 (50 MB) with room for
-// the rest. Wide heads of long sequences are faster with twice as many (benchmarks/README.md).
+// the rest. At D 256 twice as many heads are faster from 4,096 keys on all the same, and slower with
+// 1,024 (benchmarks/README.md; not measured between).
 constexpr int64_t kL2BytesForKeys = 32 << 20;
 constexpr int64_t kBytesForWideLongKeys = 64 << 20;
+constexpr int64_t kWideColumns = 384;  // of a key and its value; more are wide
+constexpr int64_t kLongKeys = 4096;
 
 // Positions are compared as sums of two lengths in 32 bits.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
@@ -224,7 +227,8 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   const int64_t bytes_per_head = std::max<int64_t>(
       1, bounds.seqlen_k * (problem.head_dim + problem.head_dim_v) * size_bytes(problem.dtype));
   const int64_t group_heads = plan.pack_gqa ? 1 : group;
-  const bool wide_and_long = problem.head_dim + problem.head_dim_v > 384 && bounds.seqlen_k >= 4096;
+  const bool wide_and_long =
+      problem.head_dim + problem.head_dim_v > kWideColumns && bounds.seqlen_k >= kLongKeys;
   const int64_t bytes_together = wide_and_long ? kBytesForWideLongKeys : kL2BytesForKeys;
   const int64_t section = longest_last
                               ? std::max<int64_t>(1, bytes_together / bytes_per_head) * group_heads

@@ -1,5 +1,6 @@
 // The adder of dQ: one warp that adds the consumers' blocks of dQ to the accumulator in global
-// memory, by bulk reductions from shared memory, a warpgroup's part at a time.
+// memory, by bulk reductions from shared memory, a warpgroup's part at a time. With wide heads the
+// consumers add themselves (register_dq_adder.cuh).
 //
 // With `turns` the tiles of a head add to a block one after the other: see dq_turn.cuh.
 #pragma once

@@ -64,12 +64,6 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     const auto r_v =
         thread_dp.partition_fragment_A(rows_of_keys(typename Traits::LayoutV{}, smem_.v));
     // Part `part` of a block's queries, of all stages.
-    const auto part_of_rows = [&](auto layout, Element* memory, int part) {
-      constexpr int kColumns = decltype(size<1>(layout))::value;
-      return local_tile(make_tensor(make_smem_ptr(memory), layout),
-                        Shape<Int<kPartM>, Int<kColumns>, Int<Traits::kStages>>{},
-                        make_coord(part, 0, 0));
-    };
     const auto part_of_columns = [&](auto layout, Element* memory, int part) {
       constexpr int kColumns = decltype(size<0>(layout))::value;
       return local_tile(make_tensor(make_smem_ptr(memory), layout),
@@ -159,7 +153,8 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       if constexpr (!kPlain) this->zero_dout(tile, whole, block, ring.stage);
       multiply_dp(stage);
 
-      // LSE of the parts, then delta of the parts: each is read ahead of the wait before its use.
+      // One set of registers: LSE and then delta, the first part's ahead of a wait, the second's when
+      // the first has been used (all ahead is slower).
       const float* const of_block = smem_.statistics[ring.stage];
       typename Base::Statistics statistics;
       this->load_statistics(of_block, statistics);

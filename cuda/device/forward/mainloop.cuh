@@ -32,13 +32,13 @@ class ForwardMainloop {
   static constexpr int kBlockN = Traits::kBlockN;
   static constexpr int kCountS = kBlockN / 2;
   static constexpr int kCountO = Traits::kHeadDimV / 2;
-  // Exponentials of a block that are made before its maximum is known to be the one before, as many
-  // as the registers allow: none with three warpgroups, of which another one always has some to
-  // make. Up to which they are made before P V is awaited: two warpgroups hardly wait for it and
-  // convert under the last ones.
   static constexpr bool kThree = Traits::kWarpgroups == 3;
   static constexpr int kRegisters = kCountS + kCountO;
+  // So many exponentials of a block are made before its maximum is known to be the one before: what
+  // the registers allow, and none with three warpgroups, of which another one always has some to make.
   static constexpr int kEarly = kThree ? 0 : kRegisters <= 128 ? 20 : kRegisters <= 168 ? 12 : 4;
+  // The exponentials from this one on are made when P V is there, and the conversion runs under them:
+  // two warpgroups hardly wait for P V. With many registers taken, so many that none is spilled.
   static constexpr int kLate = kThree ? kCountS : kCountS * (kRegisters <= 168 ? 5 : 6) / 8 / 4 * 4;
 
  public:
@@ -105,9 +105,9 @@ class ForwardMainloop {
     ring_.advance();
     if (block > blocks.begin) wait_for_k(ring_);
 
+    int v_stage;  // of the last `multiply`; the ring has moved on
+    bool last;    // it was for the tile's last block
     // S of a block and P V of the one before are issued; S is there.
-    int v_stage;
-    bool last;  // it is the tile's last block
     const auto multiply = [&]() __attribute__((always_inline)) {
       const Ring v = v_position();
       take_turn();
@@ -133,9 +133,9 @@ class ForwardMainloop {
       --block;
     };
     // Blocks without mask and transform that keep the maximum have a loop of their own, with nothing
-    // in it to jump over. A warp that has to leave it leaves at its end, with scores that are still
-    // there and a P that means nothing: all warps of a warpgroup must wait for P V at the same
-    // instruction.
+    // in it that they jump over. All warps of a warpgroup must wait for P V at the same instruction:
+    // a warp whose maximum moves leaves only at the loop's end, with scores that are still there and
+    // a P that means nothing.
     --block;
     while (block >= blocks.begin) {
       if (params_.transform == ScoreTransform::none && !blocks.masked(block)) {

@@ -74,7 +74,7 @@ struct OnlineSoftmax {
     return __any_sync(~0u, first | second | overflow);
   }
 
-  // After a try_block that was false: scores kBegin to kEnd -> P in place.
+  // Scores kBegin to kEnd -> P in place; after a try_block that was true P means nothing.
   template <int kBegin, int kEnd, int kCount>
   __device__ __forceinline__ void exponentiate(float (&s)[kCount], float logit_unit_log2) const {
 #pragma unroll
@@ -84,7 +84,8 @@ struct OnlineSoftmax {
   }
 
   // Adds P of scores kBegin to kEnd to the sum; from 0 on, in this order, whichever way P was made.
-  // Without `counts` the rows' sums stay as they are.
+  // Without `counts` the rows' sums stay as they are, and `block_sum` is for nothing until the next
+  // one begins.
   template <int kBegin, int kEnd, int kCount>
   __device__ __forceinline__ void add(const float (&s)[kCount], bool counts = true) {
 #pragma unroll
