@@ -181,8 +181,15 @@ def test_forward_takes_the_largest_tile_but_for_few_queries():
 
 @pytest.mark.parametrize(
     ("head_dim", "seqlen", "heads"),
-    [(128, 1024, 64), (128, 4096, 16), (192, 4096, 10), (256, 2048, 16)]
-    + [(256, 4096, 16), (256, 16384, 4), (256, 1 << 20, 1)],
+    [
+        (128, 1024, 64),
+        (128, 4096, 16),
+        (192, 4096, 10),
+        (256, 2048, 16),
+        (256, 4096, 16),
+        (256, 16384, 4),
+        (256, 1 << 20, 1),
+    ],
 )
 def test_heads_whose_tiles_run_from_long_to_short_together(head_dim, seqlen, heads):
     """32 MB of keys and values, and 64 with D 256 from 4,096 keys on."""
