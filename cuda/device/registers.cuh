@@ -1,6 +1,8 @@
 // Hints to the compiler about where a value lives.
 #pragma once
 
+#include "config.h"
+
 namespace fa {
 
 // The value, with its origin hidden: what is derived from it is computed where it is needed, and
@@ -10,6 +12,9 @@ __device__ T opaque(T value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+
+// The thread's lane, computed where it is needed.
+__device__ inline int lane_index() { return static_cast<int>(opaque(threadIdx.x) % kWarpSize); }
 
 // The value, equal in all lanes, made known to be so: it and what follows from it take uniform
 // registers, and wgmma's descriptors need not be moved there one by one between the instructions.

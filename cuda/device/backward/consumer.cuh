@@ -102,40 +102,34 @@ class BackwardConsumer {
     meet_warpgroup();
   }
 
-  // The query blocks of which every query counts.
-  struct WholeBlocks {
+  struct BlockRange {
     int begin, end;
 
-    __device__ explicit WholeBlocks(const QueryRange& valid)
-        : begin(uniform(ceil_div(max(valid.begin, 0), kBlockM))),
-          end(uniform(valid.end / kBlockM)) {}
-
-    __device__ bool contain(int block) const { return block >= begin && block < end; }
+    __device__ bool contains(int block) const { return block >= begin && block < end; }
   };
+
+  // The query blocks of which every query counts.
+  static __device__ BlockRange whole_blocks(const QueryRange& valid) {
+    return {uniform(ceil_div(max(valid.begin, 0), kBlockM)), uniform(valid.end / kBlockM)};
+  }
 
   // The query blocks of which every query counts and sees every key, if there is no softcap: the
   // main loops have a loop of their own for these.
-  struct PlainBlocks {
-    int begin, end;
+  __device__ BlockRange plain_blocks(const QueryBlocks& blocks, const BlockRange& whole) const {
+    return {uniform(max(blocks.full_begin, whole.begin)),
+            params_.softcapped ? 0 : uniform(min(blocks.full_end, whole.end))};
+  }
 
-    __device__ PlainBlocks(const BackwardParams& params, const QueryBlocks& blocks,
-                           const WholeBlocks& whole)
-        : begin(uniform(max(blocks.full_begin, whole.begin))),
-          end(params.softcapped ? 0 : uniform(min(blocks.full_end, whole.end))) {}
-
-    __device__ bool contain(int block) const { return block >= begin && block < end; }
-  };
-
-  __device__ void zero_q(const BackwardTile& tile, const WholeBlocks& whole, int block,
+  __device__ void zero_q(const BackwardTile& tile, const BlockRange& whole, int block,
                          int stage) const {
-    if (!whole.contain(block)) [[unlikely]] {
+    if (!whole.contains(block)) [[unlikely]] {
       zero_queries<Traits::kPanelColumns>(smem_.q[stage], tile, block);
     }
   }
 
-  __device__ void zero_dout(const BackwardTile& tile, const WholeBlocks& whole, int block,
+  __device__ void zero_dout(const BackwardTile& tile, const BlockRange& whole, int block,
                             int stage) const {
-    if (!whole.contain(block)) [[unlikely]] {
+    if (!whole.contains(block)) [[unlikely]] {
       zero_queries<Traits::kPanelColumnsV>(smem_.dout[stage], tile, block);
     }
   }

@@ -86,17 +86,19 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
                          Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 16>>>{});
     };
 
+    const auto all_parts = [](float(&parts)[kParts][kCountS]) -> auto& {
+      return reinterpret_cast<float(&)[kParts * kCountS]>(parts);
+    };
+
     const auto multiply_scores = [&](int stage) {
       const auto r_q = thread_scores.partition_fragment_B(
           make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQ{}));
-      issue_gemm_ss<kType>(r_k, r_q(_, _, _, stage),
-                           reinterpret_cast<float(&)[kParts * kCountS]>(scores));
+      issue_gemm_ss<kType>(r_k, r_q(_, _, _, stage), all_parts(scores));
     };
     const auto multiply_dp = [&](int stage) {
       const auto r_dout = thread_dp.partition_fragment_B(
           make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDout{}));
-      issue_gemm_ss<kType>(r_v, r_dout(_, _, _, stage),
-                           reinterpret_cast<float(&)[kParts * kCountS]>(dp));
+      issue_gemm_ss<kType>(r_v, r_dout(_, _, _, stage), all_parts(dp));
     };
     const auto multiply_dv = [&](int part, int stage) {
       const auto r_doutt = thread_dv.partition_fragment_B(
@@ -139,8 +141,8 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
 
     const int ds_offset = Base::turned_offset(thread_);
 
-    // kPlain: the walk's block is one of PlainBlocks, or one of its followers.
-    const auto visit = [&]<bool kPlain>(bool masked, const typename Base::WholeBlocks& whole)
+    // kPlain: the walk's block is one of plain_blocks, or one of its followers.
+    const auto visit = [&]<bool kPlain>(bool masked, const typename Base::BlockRange& whole)
         __attribute__((always_inline)) {
       const Ring ring = ring_;
       const int stage = uniform(ring.stage);
@@ -222,10 +224,10 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       // Read again, since it would not stay in registers; not between two GEMMs, where it would wait
       // for shared memory, which they keep busy.
       const QueryBlocks blocks = uniform(tile.blocks);
-      const typename Base::WholeBlocks whole(tile.valid);
-      const typename Base::PlainBlocks plain(params_, blocks, whole);
+      const typename Base::BlockRange whole = Base::whole_blocks(tile.valid);
+      const typename Base::BlockRange plain = this->plain_blocks(blocks, whole);
       const bool masked = blocks.masked(walk.block);
-      if (plain.contain(walk.block)) {
+      if (plain.contains(walk.block)) {
         visited = plain.end - walk.block;
         FA_NO_UNROLL
         for (int left = visited; left > 0; --left) visit.template operator()<true>(false, whole);

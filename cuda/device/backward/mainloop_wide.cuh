@@ -151,7 +151,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
     const RegisterDqAdder<kConfig> adder(params_,
                                          thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
-    const typename Base::WholeBlocks whole(tile.valid);
+    const typename Base::BlockRange whole = Base::whole_blocks(tile.valid);
     // dQ of the block before is there.
     const auto wait_for_dq = [&](auto younger) __attribute__((always_inline)) {
       warpgroup_wait<decltype(younger)::value>();
@@ -164,7 +164,7 @@ class WideMainloop : BackwardConsumer<kConfig> {
       adder.wait_for_turn(tile, addition.block, addition.workspace_block);
     };
 
-    // The first part of a block, up to dS in shared memory. kPlain: one of PlainBlocks, without a
+    // The first part of a block, up to dS in shared memory. kPlain: one of plain_blocks, without a
     // branch between its GEMMs. kFirst: there is no block before.
     const auto begin_block = [&]<bool kPlain, bool kOrdered, bool kFirst>(const Addition& addition)
         __attribute__((always_inline)) {
@@ -246,10 +246,10 @@ class WideMainloop : BackwardConsumer<kConfig> {
     FullBarrier::wait(&smem_.peer_k_full, tile.phase);
     this->zero_keys(tile);
     begin_block.template operator()<false, false, true>({});
-    const typename Base::PlainBlocks plain(params_, tile.blocks, whole);
+    const typename Base::BlockRange plain = this->plain_blocks(tile.blocks, whole);
     const auto process_plain = [&]<bool kOrdered>() __attribute__((always_inline)) {
       FA_NO_UNROLL
-      while (plain.contain(walk.block + 1)) {
+      while (plain.contains(walk.block + 1)) {
         const Addition addition = finish_block.template operator()<true, kOrdered>();
         walk.advance_in_head();
         begin_block.template operator()<true, kOrdered, false>(addition);

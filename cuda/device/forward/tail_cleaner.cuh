@@ -44,7 +44,7 @@ __device__ void run_tail_cleaner(typename ForwardTraits<kConfig>::Smem& smem) {
         zero_tail<kConfig>(reinterpret_cast<char*>(smem.v[stage]), tile.tail_begin);
         cutlass::arch::fence_view_async_shared();
         __syncwarp();
-        if (opaque(threadIdx.x) % kWarpSize == 0) {
+        if (lane_index() == 0) {
           cutlass::arch::ClusterBarrier::arrive(&smem.v_full[stage]);
         }
       }

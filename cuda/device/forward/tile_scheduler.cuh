@@ -56,7 +56,7 @@ struct SegmentWindow {
   int begin;               // tiles before it
 
   __device__ void load(const Schedule& schedule, int base_to_load) {
-    const int lane = opaque(threadIdx.x) % kWarpSize;
+    const int lane = lane_index();
     const int place = min(base_to_load + lane, schedule.workspace[Schedule::kNumListed] - 1);
     ends[lane] = schedule.tile_ends()[place];
     numbers[lane] = schedule.numbers()[place];
@@ -68,7 +68,7 @@ struct SegmentWindow {
   // Number of the segment that holds tile `index`, which becomes the tile's number within it.
   // Collective over the warp; the index never decreases from call to call.
   __device__ int find(const Schedule& schedule, int& index) {
-    const int lane = opaque(threadIdx.x) % kWarpSize;
+    const int lane = lane_index();
     while (ends[kWarpSize - 1] <= index) {
       const int place = window_probe(base, lane, schedule.workspace[Schedule::kNumListed]);
       const unsigned past = __ballot_sync(~0u, schedule.tile_ends()[place] > index);
@@ -160,7 +160,7 @@ __device__ void find_tile(const ForwardParams& params, SegmentWindow& window, in
   }
   {
     // A lane per warpgroup.
-    const int warpgroup = min(opaque(threadIdx.x) % kWarpSize, 2);
+    const int warpgroup = min(lane_index(), 2);
     const int row = warpgroup * kRowsPerWarpgroup;
     const int num_rows = min(tile.used_rows - row, kRowsPerWarpgroup);
     const int row_begin = tile.output.row_begin + row;
@@ -214,7 +214,7 @@ struct TileQueue {
 
   __device__ void release(uint32_t& count) {
     __syncwarp();
-    if (opaque(threadIdx.x) % kWarpSize == 0) Barrier::arrive(&empty[count % kForwardTileSlots]);
+    if (lane_index() == 0) Barrier::arrive(&empty[count % kForwardTileSlots]);
     ++count;
   }
 
@@ -240,7 +240,7 @@ __device__ void find_first_tile(const ForwardParams& params, TileQueue& queue) {
 // The scheduler warp, after find_first_tile.
 template <int kBlockN>
 __device__ void run_tile_scheduler(const ForwardParams& params, TileQueue& queue) {
-  const bool elected = opaque(threadIdx.x) % kWarpSize == 0;
+  const bool elected = lane_index() == 0;
   uint32_t count = 0;
   uint32_t number = 0;
   int index = blockIdx.x;
