@@ -182,6 +182,9 @@ def test_forward_takes_the_largest_tile_but_for_few_queries():
 @pytest.mark.parametrize(
     ("head_dim", "seqlen", "heads"),
     [
+        (64, 256, 64),
+        (64, 1024, 64),
+        (64, 4096, 32),
         (128, 1024, 64),
         (128, 4096, 16),
         (192, 4096, 10),
@@ -192,7 +195,7 @@ def test_forward_takes_the_largest_tile_but_for_few_queries():
     ],
 )
 def test_heads_whose_tiles_run_from_long_to_short_together(head_dim, seqlen, heads):
-    """32 MB of keys and values, and 64 with D 256 from 4,096 keys on."""
+    """32 MB of keys and values, and 64 with D 256 from 4,096 keys on; at most 64 heads."""
     changes = dict.fromkeys(("head_dim", "head_dim_v"), head_dim)
     changes |= {"seqlen_q": seqlen, "seqlen_k": seqlen}
     changes |= {"batch": 64, "qhead_per_khead": 1, "window_right": 0}

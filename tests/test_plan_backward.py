@@ -203,6 +203,26 @@ def test_tiles_and_launches():
     assert backward(seqlen_q=0)["main"]["grid"] == 0
 
 
+@pytest.mark.parametrize(
+    "head_dim, seqlen, heads",
+    [
+        (64, 256, 16),
+        (64, 1024, 16),
+        (64, 16384, 4),
+        (128, 4096, 8),
+        (256, 1024, 16),
+        (256, 2048, 8),
+    ],
+)
+def test_heads_whose_tiles_run_together(head_dim, seqlen, heads):
+    """32 MB of queries and their gradients, at most 16 heads; without a mask one."""
+    changes = dict.fromkeys(("head_dim", "head_dim_v"), head_dim)
+    changes |= {"batch": 64, "heads_kv": 8, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    changes |= {"qhead_per_khead": 1}
+    assert backward(**changes, window_right=0)["section_heads"] == heads
+    assert backward(**changes)["section_heads"] == 1
+
+
 @pytest.mark.parametrize("right", [-1, 0])
 @pytest.mark.parametrize("heads, seqlen", [(1, 5000), (7, 300), (40, 1000)])
 def test_ordered_tiles_wait_for_lower_numbers_only(heads, seqlen, right):

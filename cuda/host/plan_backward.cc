@@ -11,6 +11,8 @@ namespace {
 // Queries, dO and the accumulator of the heads that run at the same time should stay in L2 (50 MB)
 // with room for the rest.
 constexpr int64_t kL2BytesForQueries = 32 << 20;
+// Of short heads more would fit, but are slower (benchmarks/README.md).
+constexpr int64_t kMostHeadsTogether = 16;
 
 // Positions are compared as sums of three lengths in 32 bits.
 constexpr int64_t kMaxLength = int64_t{1} << 29;
@@ -110,7 +112,8 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   // Without bounds the tiles of a head visit the same blocks at the same time. One head at a time is
   // best for L2; but tiles that add in order are one block behind one another, and only as many as
   // come from different heads can start at once.
-  const int64_t section = bounded                 ? kL2BytesForQueries / bytes_per_head
+  const int64_t section = bounded
+                              ? std::min(kL2BytesForQueries / bytes_per_head, kMostHeadsTogether)
                           : problem.deterministic ? ceil_div<int64_t>(takers, k_slots + 1)
                                                   : 1;
   plan.order.row_blocks = static_cast<int>(k_slots);

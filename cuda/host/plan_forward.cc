@@ -16,6 +16,8 @@ constexpr int64_t kL2BytesForKeys = 32 << 20;
 constexpr int64_t kBytesForWideLongKeys = 64 << 20;
 constexpr int64_t kWideColumns = 384;  // of a key and its value; more are wide
 constexpr int64_t kLongKeys = 4096;
+// Short heads: at D 64 and 1,024 keys 64 together are faster than the 128 that would fit.
+constexpr int64_t kMostHeadsTogether = 64;
 
 // Positions are compared as sums of two lengths in 32 bits.
 constexpr int64_t kMaxLength = int64_t{1} << 30;
@@ -230,9 +232,10 @@ ForwardPlan plan_forward(const ForwardProblem& problem, const DeviceInfo& device
   const bool wide_and_long =
       problem.head_dim + problem.head_dim_v > kWideColumns && bounds.seqlen_k >= kLongKeys;
   const int64_t bytes_together = wide_and_long ? kBytesForWideLongKeys : kL2BytesForKeys;
-  const int64_t section = longest_last
-                              ? std::max<int64_t>(1, bytes_together / bytes_per_head) * group_heads
-                              : group_heads;
+  const int64_t section =
+      longest_last ? std::clamp<int64_t>(bytes_together / bytes_per_head, 1, kMostHeadsTogether) *
+                         group_heads
+                   : group_heads;
   plan.order.row_blocks = static_cast<int>(row_blocks);
   plan.order.heads = static_cast<int>(order_heads);
   plan.order.section_heads =
