@@ -147,6 +147,29 @@ class BackwardConsumer {
     }
   }
 
+  // The same spread over a warp: value 32 i + lane. Where it stands, which a load in C++ does not:
+  // while the tensor cores read operands from shared memory, it would wait for long.
+  template <int kColumns>
+  __device__ void load_spread(const float* of_block, float (&values)[kColumns / 32]) const {
+    const uint32_t address = cute::cast_smem_ptr_to_uint(of_block + thread_ % kWarpSize);
+#pragma unroll
+    for (int i = 0; i < kColumns / 32; ++i) {
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(values[i]) : "r"(address + 128 * i));
+    }
+  }
+
+  // Collective over the warp. `first`: the first column, of those that are spread.
+  template <int kRegisters>
+  __device__ void gather(const float (&spread)[kRegisters], int first, Statistics& values) const {
+#pragma unroll
+    for (int g = 0; g < kCountS / 4; ++g) {
+      const int column = first + 8 * g;
+      const int lane = column % 32 + 2 * (thread_ % 4);
+      values[g].x = __shfl_sync(~0u, spread[column / 32], lane);
+      values[g].y = __shfl_sync(~0u, spread[column / 32], lane + 1);
+    }
+  }
+
   // S^T -> P^T. kSoftcap: there may be one.
   template <bool kSoftcap>
   __device__ void exponentiate(float (&scores)[kCountS], const Statistics& lse) const {

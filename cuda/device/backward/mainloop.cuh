@@ -36,6 +36,9 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
   using typename Base::Traits;
   static constexpr int kParts = Traits::kParts;
   static constexpr int kPartM = Traits::kScoreColumns;
+  // With two parts registers hold LSE and delta only spread over a warp; with one, all of LSE and then
+  // all of delta, which is faster.
+  static constexpr bool kSpread = kParts > 1;
   static constexpr int kCountDq = kBlockM * Traits::kHeadDim / Traits::kConsumerThreads;
 
  public:
@@ -63,13 +66,6 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
         thread_scores.partition_fragment_A(rows_of_keys(typename Traits::LayoutK{}, smem_.k));
     const auto r_v =
         thread_dp.partition_fragment_A(rows_of_keys(typename Traits::LayoutV{}, smem_.v));
-    // Part `part` of a block's queries, of all stages.
-    const auto part_of_columns = [&](auto layout, Element* memory, int part) {
-      constexpr int kColumns = decltype(size<0>(layout))::value;
-      return local_tile(make_tensor(make_smem_ptr(memory), layout),
-                        Shape<Int<kColumns>, Int<kPartM>, Int<Traits::kStages>>{},
-                        make_coord(0, part, 0));
-    };
     const auto s_ds = make_tensor(make_smem_ptr(smem_.ds[0]), typename Traits::LayoutDs{});
     const auto s_kt = make_tensor(make_smem_ptr(smem_.k), typename Traits::LayoutKt{})(_, _, _0{});
     float scores[kParts][kCountS];  // S^T, then P^T
@@ -81,11 +77,10 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDim / 8>>, _1, _1>>{});
     auto r_dv = make_tensor(make_rmem_ptr(dv),
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
-    const auto as_operand = [](uint32_t(&packed)[kCountS / 2]) {
+    const auto all_as_operand = [](uint32_t(&packed)[kParts][kCountS / 2]) {
       return make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed)),
-                         Layout<Shape<Shape<_2, _2, _2>, _1, Int<kPartM / 16>>>{});
+                         Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockM / 16>>>{});
     };
-
     const auto all_parts = [](float(&parts)[kParts][kCountS]) -> auto& {
       return reinterpret_cast<float(&)[kParts * kCountS]>(parts);
     };
@@ -100,15 +95,15 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
           make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDout{}));
       issue_gemm_ss<kType>(r_v, r_dout(_, _, _, stage), all_parts(dp));
     };
-    const auto multiply_dv = [&](int part, int stage) {
+    const auto multiply_dv = [&](int stage) {
       const auto r_doutt = thread_dv.partition_fragment_B(
-          part_of_columns(typename Traits::LayoutDoutt{}, smem_.dout[0], part));
-      issue_gemm_rs<typename Traits::MmaDv>(as_operand(p16[part]), r_doutt(_, _, _, stage), r_dv);
+          make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDoutt{}));
+      issue_gemm_rs<typename Traits::MmaDv>(all_as_operand(p16), r_doutt(_, _, _, stage), r_dv);
     };
-    const auto multiply_dk = [&](int part, int stage) {
+    const auto multiply_dk = [&](int stage) {
       const auto r_qt = thread_dk.partition_fragment_B(
-          part_of_columns(typename Traits::LayoutQt{}, smem_.q[0], part));
-      issue_gemm_rs<typename Traits::MmaDk>(as_operand(ds16[part]), r_qt(_, _, _, stage), r_dk);
+          make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQt{}));
+      issue_gemm_rs<typename Traits::MmaDk>(all_as_operand(ds16), r_qt(_, _, _, stage), r_dk);
     };
     const auto multiply_dq = [&](int stage) {
       if constexpr (Traits::kDqSplit == DqSplit::transposed) {
@@ -150,23 +145,28 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       // S^T starts before anything is known of dO.
       FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
       if constexpr (!kPlain) this->zero_q(tile, whole, block, ring.stage);
+      const float* const of_block = smem_.statistics[ring.stage];
+      float lse[kBlockM / 32], delta[kBlockM / 32];
+      if constexpr (kSpread) {
+        this->template load_spread<kBlockM>(of_block, lse);
+        this->template load_spread<kBlockM>(of_block + kBlockM, delta);
+      }
       multiply_scores(stage);
+      if (dq_stored_) publish_dq();
       FullBarrier::wait(&smem_.dout_full[ring.stage], ring.phase);
       if constexpr (!kPlain) this->zero_dout(tile, whole, block, ring.stage);
       multiply_dp(stage);
 
-      // One set of registers: LSE and then delta, the first part's ahead of a wait, the second's when
-      // the first has been used (all ahead is slower).
-      const float* const of_block = smem_.statistics[ring.stage];
+      // One set of registers: LSE and then delta.
       typename Base::Statistics statistics;
-      this->load_statistics(of_block, statistics);
+      if constexpr (!kSpread) this->load_statistics(of_block, statistics);
       warpgroup_wait<1>();
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         fence_registers(scores[part]);
+        if constexpr (kSpread) this->gather(lse, part * kPartM, statistics);
         this->template exponentiate<!kPlain>(scores[part], statistics);
-        const bool last = part + 1 == kParts;
-        this->load_statistics(of_block + (last ? kBlockM : (part + 1) * kPartM), statistics);
+        if constexpr (!kSpread) this->load_statistics(of_block + kBlockM, statistics);
         if constexpr (!kPlain) {
           if (masked) [[unlikely]] {
             smem_.mask.apply(scores[part], block * kBlockM + part * kPartM, thread_);
@@ -175,17 +175,15 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       }
       if constexpr (Traits::kDvBeforeDs) {
         this->convert(scores[0], p16[0]);
-        multiply_dv(0, stage);
+        multiply_dv(stage);
       }
       warpgroup_wait<Traits::kDvBeforeDs>();
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         fence_registers(dp[part]);
+        if constexpr (kSpread) this->gather(delta, part * kPartM, statistics);
         this->template multiply_ds<!kPlain>(scores[part], dp[part], statistics,
                                             of_block + part * kPartM);
-        if (part + 1 < kParts) {
-          this->load_statistics(of_block + kBlockM + (part + 1) * kPartM, statistics);
-        }
       }
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -194,23 +192,19 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
         Base::store_turned(ds16[part], reinterpret_cast<char*>(smem_.ds[ds_stage_]) + ds_offset +
                                            part * kPartM * Base::kSwizzledRowBytes);
       }
-      if constexpr (!Traits::kDvBeforeDs) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) multiply_dv(part, stage);
-      }
+      if constexpr (!Traits::kDvBeforeDs) multiply_dv(stage);
       cutlass::arch::fence_view_async_shared();
       // All consumer threads arrive and wait: dS of the block is in shared memory.
       NamedBarrier::sync(Traits::kConsumerThreads, Traits::kDsWritten);
       multiply_dq(uniform(ds_stage_));
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) multiply_dk(part, stage);
+      multiply_dk(stage);
 
-      warpgroup_wait<1 + kParts>();
+      warpgroup_wait<2>();
       fence_registers(dv);
       this->release(smem_.dout_empty, ring.stage);
-      warpgroup_wait<kParts>();
+      warpgroup_wait<1>();
       fence_registers(dq);
-      hand_over_dq(dq);
+      store_dq(dq);
       warpgroup_wait<0>();
       fence_registers(dk);
       this->release(smem_.q_empty, ring.stage);
@@ -236,11 +230,12 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
         visit.template operator()<false>(masked, whole);
       }
     } while (walk.advance(uniform(tile.blocks), params_.workspace.q_slots, visited));
+    publish_dq();
   }
 
  private:
-  // dQ of the block to DqAdder, in the order of dq_offset.
-  __device__ void hand_over_dq(const float (&dq)[kCountDq]) {
+  // dQ of the block to shared memory, in the order of dq_offset.
+  __device__ void store_dq(const float (&dq)[kCountDq]) {
     const int thread = opaque(thread_);
     const int warpgroup = thread / kWarpgroupSize;
     EmptyBarrier::wait(&smem_.dq_empty[warpgroup], dq_phase_ ^ 1);
@@ -250,13 +245,23 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       target[i * kWarpgroupSize + thread % kWarpgroupSize] =
           float4{dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
     }
+    dq_phase_ ^= 1;
+    dq_stored_ = true;
+  }
+
+  // What store_dq stored, to DqAdder. The fence waits for the stores, hence later, under a GEMM.
+  __device__ void publish_dq() {
+    const int thread = opaque(thread_);
     cutlass::arch::fence_view_async_shared();
     __syncwarp();
-    if (thread % kWarpSize == 0) EmptyBarrier::arrive(&smem_.dq_full[warpgroup]);
-    dq_phase_ ^= 1;
+    if (thread % kWarpSize == 0) {
+      EmptyBarrier::arrive(&smem_.dq_full[thread / kWarpgroupSize]);
+    }
+    dq_stored_ = false;
   }
 
   uint32_t dq_phase_ = 0;
+  bool dq_stored_ = false;  // and not published
   int ds_stage_ = 0;
 };
 

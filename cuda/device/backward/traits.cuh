@@ -114,8 +114,8 @@ struct NarrowBackwardTraits : BackwardTraitsOfAll<kConfig> {
       cute::GMMA::rs_op_selector<Element, Element, float,
                                  cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kDepth>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
-  using MmaDv = MmaRs<kHeadDimV, kScoreColumns>;  // P^T dO
-  using MmaDk = MmaRs<kHeadDim, kScoreColumns>;   // dS^T Q
+  using MmaDv = MmaRs<kHeadDimV, kBlockM>;  // P^T dO
+  using MmaDk = MmaRs<kHeadDim, kBlockM>;   // dS^T Q
   // dS K, or its transpose.
   using MmaDq = std::conditional_t<
       All::kDqSplit == DqSplit::transposed,
