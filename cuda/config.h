@@ -170,7 +170,7 @@ struct BackwardConfig {
 
 inline constexpr int kBackwardWarpgroups = 2;  // of a CTA
 
-inline constexpr int kBackwardTileBytes = 104;  // what a tile consists of
+inline constexpr int kBackwardTileBytes = 112;  // what a tile consists of
 
 // Warpgroups that share a block of dQ.
 constexpr int backward_dq_warpgroups(int head_dim) {

@@ -13,6 +13,7 @@ namespace {
 constexpr int64_t kL2BytesForQueries = 32 << 20;
 // Of short heads more would fit, but are slower (benchmarks/README.md).
 constexpr int64_t kMostHeadsTogether = 16;
+constexpr int64_t kMostWideHeadsTogether = 8;
 
 // Positions are compared as sums of three lengths in 32 bits.
 constexpr int64_t kMaxLength = int64_t{1} << 29;
@@ -112,10 +113,11 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   // Without bounds the tiles of a head visit the same blocks at the same time. One head at a time is
   // best for L2; but tiles that add in order are one block behind one another, and only as many as
   // come from different heads can start at once.
-  const int64_t section = bounded
-                              ? std::min(kL2BytesForQueries / bytes_per_head, kMostHeadsTogether)
-                          : problem.deterministic ? ceil_div<int64_t>(takers, k_slots + 1)
-                                                  : 1;
+  const int64_t section =
+      bounded                 ? std::min(kL2BytesForQueries / bytes_per_head,
+                         config.wide() ? kMostWideHeadsTogether : kMostHeadsTogether)
+      : problem.deterministic ? ceil_div<int64_t>(takers, k_slots + 1)
+                              : 1;
   plan.order.row_blocks = static_cast<int>(k_slots);
   plan.order.heads = static_cast<int>(heads);
   plan.order.section_heads =

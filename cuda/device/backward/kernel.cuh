@@ -54,8 +54,7 @@ __device__ void backward_consumer(const BackwardParams& params,
   using Mainloop =
       std::conditional_t<Traits::kWide, WideMainloop<kConfig>, NarrowMainloop<kConfig>>;
   Mainloop mainloop(params, smem, thread);
-  BackwardTileSlots::Ring slot;
-  for (;; smem.tiles.release(slot, thread)) {
+  for (BackwardTileSlots::Ring slot;; smem.tiles.release(slot, thread)) {
     const BackwardTile& tile = smem.tiles.take(slot);
     if (!tile.more) return;
     const KeyGradients<kConfig> gradients(params, tile);
@@ -67,8 +66,9 @@ __device__ void backward_consumer(const BackwardParams& params,
     float dk[Mainloop::kCountDk];
     float dv[Mainloop::kCountDv];
     mainloop.run(tile, dk, dv);
-    // What follows from it would spill if it were kept through the main loop.
+    // What follows from these would spill if it were kept through the main loop.
     thread = opaque(thread);
+    if constexpr (Traits::kWide) slot.phase = tile.slot_phase;
     __syncwarp();
     if (thread % kWarpSize == 0) cutlass::arch::ClusterBarrier::arrive(&smem.kv_empty);
     gradients.template store<Traits::kHeadDimV>(dv, 1.f, params.dv, params.head_dim_v, thread);

@@ -147,7 +147,6 @@ class WideMainloop : BackwardConsumer<kConfig> {
     float dp[kCountS];      // dP^T, then dS^T
     uint32_t packed[kCountS / 2];
     const float* const lse = smem_.statistics[0] + first_query;  // and then delta
-    typename Base::Statistics statistics;
     const RegisterDqAdder<kConfig> adder(params_,
                                          thread_ + cluster_rank() * Traits::kConsumerThreads);
     typename Base::Walk walk(tile, params_.qhead_per_khead);
@@ -168,16 +167,18 @@ class WideMainloop : BackwardConsumer<kConfig> {
     // branch between its GEMMs. kFirst: there is no block before.
     const auto begin_block = [&]<bool kPlain, bool kOrdered, bool kFirst>(const Addition& addition)
         __attribute__((always_inline)) {
+      typename Base::Statistics statistics;
       const bool ordered = kPlain ? kOrdered : adder.ordered();
       FullBarrier::wait(&smem_.q_full[0], ring_.phase);
       if constexpr (!kPlain) this->zero_q(tile, whole, walk.block, 0);
+      // Ahead of the GEMM: see load_in_order.
+      this->load_in_order(lse, statistics);
       multiply_scores(scores);
       if constexpr (!kFirst) {
         wait_for_dq(_1{});
         if (ordered) wait_for_turn(addition);
         adder.template add<0, kEarlyDq>(dq, addition.workspace_block);
       }
-      this->load_statistics(lse, statistics);
       FullBarrier::wait(&smem_.dout_full[0], ring_.phase);
       if constexpr (!kPlain) this->zero_dout(tile, whole, walk.block, 0);
       multiply_dp(dp);

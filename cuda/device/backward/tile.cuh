@@ -31,9 +31,10 @@ struct BackwardTile {
   Span queries;
   Window window;
   QueryBlocks blocks;
-  QueryRange valid;  // queries whose Q and dO count
-  uint32_t phase;    // parity of the barriers of K and V
-  bool more;         // false: no tile, the end
+  QueryRange valid;     // queries whose Q and dO count
+  uint32_t phase;       // parity of the barriers of K and V
+  uint32_t slot_phase;  // of the barriers of the slot
+  bool more;            // false: no tile, the end
 };
 
 static_assert(sizeof(BackwardTile) == kBackwardTileBytes);
@@ -140,6 +141,7 @@ struct BackwardTileSlots {
       Barrier::wait(&empty[ring.stage], ring.phase ^ 1);
       BackwardTile& next = tile[ring.stage];
       next.more = index < params.num_tiles;
+      next.slot_phase = ring.phase;
       if (next.more) {
         find_tile<kBlockM, kBlockN, kCtas>(params, index, next);
         next.phase = phase;
