@@ -19,9 +19,8 @@ Call = Callable[[], Any]
 class Clock:
     """Runs contenders and times them: by the wall, and by what the device spent in kernels.
 
-    Device time is the time in which at least one kernel or copy runs, between two marker kernels,
-    from JAX's profiler: what runs at the same time counts once. It leaves out launches and gaps,
-    also those between the kernels of one contender.
+    Device time is the sum of all kernel and copy durations between two marker kernels, from JAX's
+    profiler. It leaves out launches and gaps, also those between the kernels of one contender.
     """
 
     def __init__(self, contenders: dict[str, Call], wait: dict[str, Call] | None = None) -> None:
@@ -103,18 +102,15 @@ def _device_events(path: str) -> list[tuple[float, float, bool]]:
 
 
 def _between_markers(events: list[tuple[float, float, bool]]) -> list[float]:
-    """Time covered by the events between two runs of the marker."""
+    """Summed durations of the events between two runs of the marker."""
     segments: list[float] = []
     inside_marker = False
-    covered = 0.0  # up to this time
-    for start, duration, marks in events:
-        end = start + duration
+    for _, duration, marks in events:
         if marks:
             if not inside_marker:
                 segments.append(0.0)
         elif segments:
-            segments[-1] += max(0.0, end - max(start, covered))
-        covered = max(covered, end)
+            segments[-1] += duration
         inside_marker = marks
     return segments[:-1]
 

@@ -150,12 +150,12 @@ class BackwardConsumer {
   // The same where it stands, which a load in C++ does not: while the tensor cores read operands from
   // shared memory, it would wait for long.
   __device__ void load_in_order(const float* of_block, Statistics& values) const {
-    const uint32_t at = cute::cast_smem_ptr_to_uint(of_block + 2 * (thread_ % 4));
+    const uint32_t address = cute::cast_smem_ptr_to_uint(of_block + 2 * (thread_ % 4));
 #pragma unroll
     for (int g = 0; g < kCountS / 4; ++g) {
       asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                    : "=f"(values[g].x), "=f"(values[g].y)
-                   : "r"(at + 32 * g));
+                   : "r"(address + 32 * g));
     }
   }
 

@@ -8,8 +8,8 @@
 //   tensor cores    | S^T | dP^T | dV         | dQ | dK         |
 //   this warpgroup        | P    | dS -> smem      | dQ -> smem |
 //
-// The exponentials run under dP^T, dS under dV and the hand-over of dQ under dK. With blocks of 128
-// queries dV is issued when dS is stored.
+// The exponentials run under dP^T, dS under dV, the stores of dQ under dK and the fence behind them
+// under the next block's S^T. With blocks of 128 queries dV is issued when dS is stored.
 #pragma once
 
 #include "device/backward/consumer.cuh"
@@ -77,7 +77,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDim / 8>>, _1, _1>>{});
     auto r_dv = make_tensor(make_rmem_ptr(dv),
                             Layout<Shape<Shape<_2, _2, Int<Traits::kHeadDimV / 8>>, _1, _1>>{});
-    const auto all_as_operand = [](uint32_t(&packed)[kParts][kCountS / 2]) {
+    const auto as_operand = [](uint32_t(&packed)[kParts][kCountS / 2]) {
       return make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed)),
                          Layout<Shape<Shape<_2, _2, _2>, _1, Int<kBlockM / 16>>>{});
     };
@@ -98,12 +98,12 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
     const auto multiply_dv = [&](int stage) {
       const auto r_doutt = thread_dv.partition_fragment_B(
           make_tensor(make_smem_ptr(smem_.dout[0]), typename Traits::LayoutDoutt{}));
-      issue_gemm_rs<typename Traits::MmaDv>(all_as_operand(p16), r_doutt(_, _, _, stage), r_dv);
+      issue_gemm_rs<typename Traits::MmaDv>(as_operand(p16), r_doutt(_, _, _, stage), r_dv);
     };
     const auto multiply_dk = [&](int stage) {
       const auto r_qt = thread_dk.partition_fragment_B(
           make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQt{}));
-      issue_gemm_rs<typename Traits::MmaDk>(all_as_operand(ds16), r_qt(_, _, _, stage), r_dk);
+      issue_gemm_rs<typename Traits::MmaDk>(as_operand(ds16), r_qt(_, _, _, stage), r_dk);
     };
     const auto multiply_dq = [&](int stage) {
       if constexpr (Traits::kDqSplit == DqSplit::transposed) {
