@@ -212,6 +212,8 @@ def test_tiles_and_launches():
         (128, 4096, 8),
         (256, 1024, 8),
         (256, 4096, 4),
+        (192, 1024, 8),
+        (256, 1 << 20, 1),
     ],
 )
 def test_heads_whose_tiles_run_together(head_dim, seqlen, heads):

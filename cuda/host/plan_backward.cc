@@ -11,7 +11,7 @@ namespace {
 // Queries, dO and the accumulator of the heads that run at the same time should stay in L2 (50 MB)
 // with room for the rest.
 constexpr int64_t kL2BytesForQueries = 32 << 20;
-// Of short heads more would fit, but are slower (benchmarks/README.md).
+// More short heads of keys would fit, but are slower together (benchmarks/README.md).
 constexpr int64_t kMostHeadsTogether = 16;
 constexpr int64_t kMostWideHeadsTogether = 8;
 

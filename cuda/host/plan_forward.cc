@@ -16,7 +16,7 @@ constexpr int64_t kL2BytesForKeys = 32 << 20;
 constexpr int64_t kBytesForWideLongKeys = 64 << 20;
 constexpr int64_t kWideColumns = 384;  // of a key and its value; more are wide
 constexpr int64_t kLongKeys = 4096;
-// Short heads: at D 64 and 1,024 keys 64 together are faster than the 128 that would fit.
+// Heads of keys: at D 64 and 1,024 keys 64 together are faster than the 128 that would fit.
 constexpr int64_t kMostHeadsTogether = 64;
 
 // Positions are compared as sums of two lengths in 32 bits.

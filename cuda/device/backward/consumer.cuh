@@ -147,8 +147,8 @@ class BackwardConsumer {
     }
   }
 
-  // The same where it stands, which a load in C++ does not: while the tensor cores read operands from
-  // shared memory, it would wait for long.
+  // The same, but the load stays where it is written: the compiler moves a C++ load behind the GEMM,
+  // where it would wait until the tensor cores have read their operands.
   __device__ void load_in_order(const float* of_block, Statistics& values) const {
     const uint32_t address = cute::cast_smem_ptr_to_uint(of_block + 2 * (thread_ % 4));
 #pragma unroll
@@ -159,7 +159,7 @@ class BackwardConsumer {
     }
   }
 
-  // The same spread over a warp: value 32 i + lane.
+  // Spread over the warp: values[i] is that of column 32 i + lane.
   template <int kColumns>
   __device__ void load_spread(const float* of_block, float (&values)[kColumns / 32]) const {
     const uint32_t address = cute::cast_smem_ptr_to_uint(of_block + thread_ % kWarpSize);
@@ -169,7 +169,7 @@ class BackwardConsumer {
     }
   }
 
-  // Collective over the warp. `first`: the first column, of those that are spread.
+  // What load_statistics gives from column `first` on. Collective over the warp.
   template <int kRegisters>
   __device__ void gather(const float (&spread)[kRegisters], int first, Statistics& values) const {
 #pragma unroll

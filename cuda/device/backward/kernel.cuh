@@ -66,7 +66,8 @@ __device__ void backward_consumer(const BackwardParams& params,
     float dk[Mainloop::kCountDk];
     float dv[Mainloop::kCountDv];
     mainloop.run(tile, dk, dv);
-    // What follows from these would spill if it were kept through the main loop.
+    // Found again, since it would spill if it were kept through the main loop: what follows from the
+    // thread's number, and in wide tiles the parity of the slot.
     thread = opaque(thread);
     if constexpr (Traits::kWide) slot.phase = tile.slot_phase;
     __syncwarp();

@@ -36,8 +36,8 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
   using typename Base::Traits;
   static constexpr int kParts = Traits::kParts;
   static constexpr int kPartM = Traits::kScoreColumns;
-  // With two parts registers hold LSE and delta only spread over a warp; with one, all of LSE and then
-  // all of delta, which is faster.
+  // With two parts there are registers for LSE and delta only if they are spread over the warp. With
+  // one, all of LSE and then all of delta is faster.
   static constexpr bool kSpread = kParts > 1;
   static constexpr int kCountDq = kBlockM * Traits::kHeadDim / Traits::kConsumerThreads;
 
@@ -211,7 +211,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       ring_.advance();
       ds_stage_ ^= 1;
     };
-    // Plain blocks have a loop of their own, with nothing in it to jump over.
+    // Plain blocks have a loop of their own, without zeros, masks and softcap.
     int visited;
     FA_NO_UNROLL
     do {

@@ -33,7 +33,7 @@ struct BackwardTile {
   QueryBlocks blocks;
   QueryRange valid;     // queries whose Q and dO count
   uint32_t phase;       // parity of the barriers of K and V
-  uint32_t slot_phase;  // of the barriers of the slot
+  uint32_t slot_phase;  // parity of the barriers of the slot
   bool more;            // false: no tile, the end
 };
 
