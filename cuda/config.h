@@ -225,6 +225,18 @@ struct PreprocessConfig {
 };
 
 inline constexpr int kPreprocessThreads = 256;
+inline constexpr int kPreprocessRowsPerThread = 4;
+
+// Lanes that share a row of O and dO, with 16 bytes each.
+FA_HOST_DEVICE constexpr int preprocess_lanes(int head_dim_v) {
+  return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32;
+}
+
+// Rows of a CTA, of one block of queries.
+FA_HOST_DEVICE constexpr int preprocess_rows(int block_m, int head_dim_v) {
+  const int rows = kPreprocessRowsPerThread * kPreprocessThreads / preprocess_lanes(head_dim_v);
+  return rows < block_m ? rows : block_m;
+}
 
 // What follows it: dQ's accumulator -> dQ.
 struct PostprocessConfig {

@@ -193,6 +193,9 @@ def test_tiles_and_launches():
     assert plan["num_tiles"] == 2 * 4 * 8
     assert plan["main"]["grid"] == 64
     assert plan["preprocess"]["grid"] == plan["postprocess"]["grid"] == 2 * 8 * plan["q_slots"]
+    # 32 rows of 256 columns per CTA.
+    wide = backward(head_dim=256, head_dim_v=256)
+    assert wide["preprocess"]["grid"] == 3 * wide["postprocess"]["grid"] == 3 * 2 * 8 * 11
     assert not plan["dynamic"]
     causal = backward(batch=8, window_right=0)
     assert causal["dynamic"] and causal["main"]["grid"] == 132

@@ -68,7 +68,7 @@ void launch_backward(const BackwardArguments& arguments, cudaStream_t stream) {
   preprocess.heads = static_cast<int>(heads_q);
   preprocess.head_dim_v = static_cast<int>(problem.head_dim_v);
   preprocess.block_m = config.block_m;
-  preprocess.dq_block_elements = config.block_m * config.head_dim;
+  preprocess.dq_columns = config.head_dim;
   launch_part(plan.preprocess, preprocess_kernels(), preprocess, stream);
 
   BackwardParams params = {};

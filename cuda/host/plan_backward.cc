@@ -101,7 +101,10 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
       1 + (problem.deterministic ? group * q_slots * backward_turns_per_block(config) : 0);
   plan.num_tiles = k_slots * heads;
   const int64_t query_tiles = q_slots * heads * group;
-  if (plan.num_tiles > kInt32Max / 2 || query_tiles > kInt32Max) {
+  const int64_t preprocess_grid =
+      query_tiles * ceil_div(config.block_m,
+                             preprocess_rows(config.block_m, static_cast<int>(problem.head_dim_v)));
+  if (plan.num_tiles > kInt32Max / 2 || preprocess_grid > kInt32Max) {
     throw NotCovered("tiles are counted in 30 bits");
   }
   const int64_t bytes_per_head = std::max<int64_t>(
@@ -129,7 +132,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
                  (plan.num_tiles > takers && (bounded || problem.has_cu_seqlens ||
                                               problem.has_seqused_q || problem.has_seqused_k));
   // Without a key or a query the kernels have nothing to add up, but dQ (dK and dV) are written.
-  plan.preprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;
+  plan.preprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(preprocess_grid) : 0;
   plan.postprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;
   if (problem.seqlen_q == 0) plan.main.grid = 0;
   return plan;

@@ -84,7 +84,7 @@ struct PreprocessParams {
   int heads;  // query heads per batch index
   int head_dim_v;
   int block_m;
-  int dq_block_elements;
+  int dq_columns;
 };
 
 struct PostprocessParams {

@@ -23,15 +23,16 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   constexpr DqSplit kSplit = dq_split(kBlockM, kWarpgroups);
   extern __shared__ __align__(16) char smem[];
   const int slots = params.workspace.q_slots;
-  const int64_t workspace_block = blockIdx.x;
-  const int head_of_all = blockIdx.x / slots;
+  // The heads that the backward finished last come first: part of theirs is still in L2.
+  const int block = gridDim.x - 1 - blockIdx.x;
+  const int64_t workspace_block = block;
+  const int head_of_all = block / slots;
   const int batch = head_of_all / params.heads;
   const int head = head_of_all - batch * params.heads;
   const int thread = threadIdx.x;
   const Sequences sequences = params.sequences.of(params.batch_map, batch);
-  const SlotPosition slot =
-      slot_position(sequences.cu_seqlens_q, sequences.num_sequences, sequences.total_q,
-                    blockIdx.x - head_of_all * slots, kBlockM);
+  const SlotPosition slot = slot_position(sequences.cu_seqlens_q, sequences.num_sequences,
+                                          sequences.total_q, block - head_of_all * slots, kBlockM);
   if (slot.sequence < 0) return;
   const Span queries = sequences.queries(slot.sequence);
   const int used_rows = queries.length - slot.row_begin;

@@ -1,8 +1,9 @@
 // What the backward needs of each query before it starts: delta = rowsum(dO * O) - dLSE, all that a
 // gradient through LSE costs, and LSE in base 2; and a zeroed accumulator of dQ.
 //
-// One CTA per block of queries of one head, one row at a time per group of lanes. Rows that see no
-// key (LSE = -inf) and rows past the sequence's end get LSE = +inf, which makes their P 0, and
+// A CTA has all or some of the rows of a block of queries of one head. It loads them at once, a row per
+// group of lanes, and zeroes its share of the accumulator while they are on their way. Rows that see
+// no key (LSE = -inf) and rows past the sequence's end get LSE = +inf, which makes their P 0, and
 // delta = 0. Reads O and dO once, writes the workspace once.
 #pragma once
 
@@ -44,65 +45,80 @@ template <typename Row>
 __global__ void __launch_bounds__(kPreprocessThreads)
     preprocess_kernel(const __grid_constant__ PreprocessParams params) {
   constexpr DataType kType = Row::kConfig.dtype;
+  const int block_m = params.block_m;
+  const int rows = preprocess_rows(block_m, params.head_dim_v);
+  const int parts = ceil_div(block_m, rows);
   const int slots = params.workspace.q_slots;
-  const int64_t workspace_block = blockIdx.x;
-  const int head_of_all = blockIdx.x / slots;
+  const int block = blockIdx.x / parts;
+  const int64_t workspace_block = block;
+  const int head_of_all = block / slots;
   const int batch = head_of_all / params.heads;
   const int head = head_of_all - batch * params.heads;
   const Sequences sequences = params.sequences.of(params.batch_map, batch);
-  const SlotPosition slot =
-      slot_position(sequences.cu_seqlens_q, sequences.num_sequences, sequences.total_q,
-                    blockIdx.x - head_of_all * slots, params.block_m);
+  const SlotPosition slot = slot_position(sequences.cu_seqlens_q, sequences.num_sequences,
+                                          sequences.total_q, block - head_of_all * slots, block_m);
   if (slot.sequence < 0) return;
   const Span queries = sequences.queries(slot.sequence);
   const int num_rows = queries.length - slot.row_begin;
   if (num_rows <= 0) return;
 
-  float4* const dq =
-      reinterpret_cast<float4*>(params.workspace.dq + workspace_block * params.dq_block_elements);
-  for (int i = threadIdx.x; i < params.dq_block_elements / 4; i += kPreprocessThreads) {
+  const int begin = (blockIdx.x - block * parts) * rows;
+  const int end = min(begin + rows, block_m);
+  const int lanes = preprocess_lanes(params.head_dim_v);
+  const int lane = threadIdx.x % lanes;
+  const int units = params.head_dim_v / 8;
+  const auto row_at = [&](int i) { return begin + (threadIdx.x + i * kPreprocessThreads) / lanes; };
+  // The first row of the block of queries, and of it the lane's part.
+  const int64_t first_row = queries.begin + slot.row_begin;
+  const auto vectors = [&](const void* base, BackwardOperand operand) {
+    const int64_t row = params.batch_map.offset(operand, batch) * sequences.total_q + first_row;
+    return static_cast<const uint4*>(base) + (row * params.heads + head) * units + lane;
+  };
+  const auto statistic = [&](const float* base, BackwardOperand operand) {
+    const int64_t of_head = params.batch_map.offset(operand, batch) * params.heads + head;
+    return base + of_head * sequences.total_q + first_row;
+  };
+  const uint4* const out_vectors = vectors(params.out, kBackwardOut);
+  const uint4* const dout_vectors = vectors(params.dout, kBackwardDout);
+  const float* const lse_of_rows = statistic(params.lse, kBackwardLse);
+  const float* const dlse_of_rows = statistic(params.dlse, kBackwardDlse);
+  const int64_t row_vectors = params.heads * units;
+
+  uint4 out[kPreprocessRowsPerThread] = {};
+  uint4 dout[kPreprocessRowsPerThread] = {};
+  float lse[kPreprocessRowsPerThread];
+  float dlse[kPreprocessRowsPerThread];
+#pragma unroll
+  for (int i = 0; i < kPreprocessRowsPerThread; ++i) {
+    const int row = row_at(i);
+    lse[i] = -INFINITY;
+    if (row >= min(num_rows, end)) continue;
+    if (lane < units) {
+      out[i] = out_vectors[row * row_vectors];
+      dout[i] = dout_vectors[row * row_vectors];
+    }
+    lse[i] = lse_of_rows[row];
+    dlse[i] = dlse_of_rows[row];
+  }
+
+  // Under the loads. The order within the block does not matter for zeros.
+  float4* const dq = reinterpret_cast<float4*>(params.workspace.dq +
+                                               workspace_block * block_m * params.dq_columns);
+  for (int i = begin * params.dq_columns / 4 + threadIdx.x; i < end * params.dq_columns / 4;
+       i += kPreprocessThreads) {
     dq[i] = float4{0.f, 0.f, 0.f, 0.f};
   }
 
-  const int64_t rows_per_batch = sequences.total_q;
-  const int64_t first_row = queries.begin + slot.row_begin;
-  const auto row_of = [&](BackwardOperand operand, int row) {
-    return (params.batch_map.offset(operand, batch) * rows_per_batch + first_row + row) *
-               params.heads +
-           head;
-  };
-  const auto lse_of = [&](const float* base, BackwardOperand operand, int row) {
-    return base[(params.batch_map.offset(operand, batch) * params.heads + head) * rows_per_batch +
-                first_row + row];
-  };
-  float* const statistics = params.workspace.statistics + workspace_block * (2 * params.block_m);
-  const int units = params.head_dim_v / 8;
-  const int lanes = units <= 8 ? 8 : units <= 16 ? 16 : 32;  // per row
-  const int lane = threadIdx.x % lanes;
-  for (int row = threadIdx.x / lanes; row < params.block_m; row += kPreprocessThreads / lanes) {
-    float sum = 0.f;
-    float lse = INFINITY;
-    float delta = 0.f;
-    if (row < num_rows) {
-      lse = lse_of(params.lse, kBackwardLse, row);
-      if (lane < units) {
-        const uint4 out =
-            reinterpret_cast<const uint4*>(params.out)[row_of(kBackwardOut, row) * units + lane];
-        const uint4 dout =
-            reinterpret_cast<const uint4*>(params.dout)[row_of(kBackwardDout, row) * units + lane];
-        sum = dot8<kType>(out, dout);
-      }
-    }
+  float* const statistics = params.workspace.statistics + workspace_block * (2 * block_m);
+#pragma unroll
+  for (int i = 0; i < kPreprocessRowsPerThread; ++i) {
+    const int row = row_at(i);
+    float sum = dot8<kType>(out[i], dout[i]);
     for (int step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane != 0) continue;
-    if (lse == -INFINITY || row >= num_rows) {
-      lse = INFINITY;
-    } else {
-      lse *= kLog2E;
-      delta = sum - lse_of(params.dlse, kBackwardDlse, row);
-    }
-    statistics[row] = lse;
-    statistics[params.block_m + row] = delta;
+    if (lane != 0 || row >= end) continue;
+    const bool counts = lse[i] != -INFINITY;
+    statistics[row] = counts ? lse[i] * kLog2E : INFINITY;
+    statistics[block_m + row] = counts ? sum - dlse[i] : 0.f;
   }
 }
 
