@@ -225,6 +225,7 @@ struct PreprocessConfig {
 };
 
 inline constexpr int kPreprocessThreads = 256;
+// Rows that a thread loads its parts of before it uses any.
 inline constexpr int kPreprocessRowsPerThread = 4;
 
 // Lanes that share a row of O and dO, with 16 bytes each.
@@ -236,6 +237,11 @@ FA_HOST_DEVICE constexpr int preprocess_lanes(int head_dim_v) {
 FA_HOST_DEVICE constexpr int preprocess_rows(int block_m, int head_dim_v) {
   const int rows = kPreprocessRowsPerThread * kPreprocessThreads / preprocess_lanes(head_dim_v);
   return rows < block_m ? rows : block_m;
+}
+
+// CTAs of a block of queries.
+FA_HOST_DEVICE constexpr int preprocess_parts(int block_m, int head_dim_v) {
+  return ceil_div(block_m, preprocess_rows(block_m, head_dim_v));
 }
 
 // What follows it: dQ's accumulator -> dQ.

@@ -102,8 +102,7 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   plan.num_tiles = k_slots * heads;
   const int64_t query_tiles = q_slots * heads * group;
   const int64_t preprocess_grid =
-      query_tiles * ceil_div(config.block_m,
-                             preprocess_rows(config.block_m, static_cast<int>(problem.head_dim_v)));
+      query_tiles * preprocess_parts(config.block_m, static_cast<int>(problem.head_dim_v));
   if (plan.num_tiles > kInt32Max / 2 || preprocess_grid > kInt32Max) {
     throw NotCovered("tiles are counted in 30 bits");
   }

@@ -84,7 +84,7 @@ struct PreprocessParams {
   int heads;  // query heads per batch index
   int head_dim_v;
   int block_m;
-  int dq_columns;
+  int dq_columns;  // of the accumulator: head_dim of the tile
 };
 
 struct PostprocessParams {

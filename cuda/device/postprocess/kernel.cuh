@@ -25,7 +25,6 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   const int slots = params.workspace.q_slots;
   // The heads that the backward finished last come first: part of theirs is still in L2.
   const int block = gridDim.x - 1 - blockIdx.x;
-  const int64_t workspace_block = block;
   const int head_of_all = block / slots;
   const int batch = head_of_all / params.heads;
   const int head = head_of_all - batch * params.heads;
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(kPostprocessThreads)
   if (num_rows <= 0) return;
 
   if (used_rows > 0) {
-    const float* const source = params.workspace.dq + workspace_block * (kBlockM * kHeadDim);
+    const float* const source = params.workspace.dq + int64_t{block} * (kBlockM * kHeadDim);
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       // Of a cluster's consumer threads each thread here stands for one in each CTA.

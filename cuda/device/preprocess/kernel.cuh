@@ -47,10 +47,9 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   constexpr DataType kType = Row::kConfig.dtype;
   const int block_m = params.block_m;
   const int rows = preprocess_rows(block_m, params.head_dim_v);
-  const int parts = ceil_div(block_m, rows);
+  const int parts = preprocess_parts(block_m, params.head_dim_v);
   const int slots = params.workspace.q_slots;
   const int block = blockIdx.x / parts;
-  const int64_t workspace_block = block;
   const int head_of_all = block / slots;
   const int batch = head_of_all / params.heads;
   const int head = head_of_all - batch * params.heads;
@@ -102,14 +101,14 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   }
 
   // Under the loads. The order within the block does not matter for zeros.
-  float4* const dq = reinterpret_cast<float4*>(params.workspace.dq +
-                                               workspace_block * block_m * params.dq_columns);
+  float4* const dq =
+      reinterpret_cast<float4*>(params.workspace.dq + int64_t{block} * block_m * params.dq_columns);
   for (int i = begin * params.dq_columns / 4 + threadIdx.x; i < end * params.dq_columns / 4;
        i += kPreprocessThreads) {
     dq[i] = float4{0.f, 0.f, 0.f, 0.f};
   }
 
-  float* const statistics = params.workspace.statistics + workspace_block * (2 * block_m);
+  float* const statistics = params.workspace.statistics + int64_t{block} * (2 * block_m);
 #pragma unroll
   for (int i = 0; i < kPreprocessRowsPerThread; ++i) {
     const int row = row_at(i);
