@@ -46,24 +46,34 @@ __device__ void forward_consumer(const ForwardParams& params,
   using Output = typename Traits::OutputType;
   ForwardMainloop<kConfig> mainloop(params, smem);
   uint32_t tiles = 0;
-  while (true) {
-    const ForwardTile& tile = smem.tiles.get(tiles);
-    if (tile.none()) return;
-    if (tile.empty()) {
+  const auto next_start = [&]() __attribute__((always_inline)) {
+    return TileStart(smem.tiles.get(tiles), cutlass::canonical_warp_group_idx());
+  };
+  TileStart start = next_start();
+  while (!start.none) {
+    const ForwardTile& tile = smem.tiles.at(tiles);
+    if (start.empty) {
       Output::store_empty(params.output, tile.output, threadIdx.x);
       smem.tiles.release(tiles);
+      start = next_start();
       continue;
     }
     float o[Traits::kHeadDimV / 2];
     RowStatistics statistics[2];
-    mainloop.run(tile, o, statistics);
-    // What the epilogue derives from these would spill if it were kept through the main loop.
+    OutputTile output;
+    int used_rows;
+    // What the output needs to know, and the next tile. Found again, since it would spill if it were
+    // kept through the main loop.
+    const auto read_ahead = [&]() __attribute__((always_inline)) {
+      tiles = opaque(tiles);
+      const ForwardTile& done = smem.tiles.at(tiles);
+      output = done.output;
+      used_rows = done.used_rows;
+      smem.tiles.release(tiles);
+      start = next_start();
+    };
+    mainloop.run(tile, start, o, statistics, read_ahead);
     const int thread = opaque(threadIdx.x);
-    tiles = opaque(tiles);
-    const ForwardTile& done = smem.tiles.at(tiles);
-    const OutputTile output = done.output;
-    const int used_rows = done.used_rows;
-    smem.tiles.release(tiles);
     float lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -47,13 +47,15 @@ class ForwardMainloop {
     if (Traits::kTakeTurns && warpgroup_ == Traits::kWarpgroups - 1) pass_turn();
   }
 
-  // O of this thread's fragment, not normalised, and what normalises its two rows.
-  __device__ void run(const ForwardTile& tile, float (&o)[kCountO],
-                      RowStatistics (&statistics)[2]) {
+  // O of this thread's fragment, not normalised, and what normalises its two rows. `under_last_pv` is
+  // called while the tensor cores are at the last P V, and may release the tile.
+  template <typename Call>
+  __device__ void run(const ForwardTile& tile, const TileStart& start, float (&o)[kCountO],
+                      RowStatistics (&statistics)[2], const Call& under_last_pv) {
     using namespace cute;
     OnlineSoftmax softmax;
-    const int q_stage = uniform(static_cast<int>(tile.number % Traits::kQStages));
-    const uint32_t q_phase = tile.number / Traits::kQStages % 2;
+    const int q_stage = static_cast<int>(start.number % Traits::kQStages);
+    const uint32_t q_phase = start.number / Traits::kQStages % 2;
     const auto thread_qk = typename Traits::MmaQKSlice{}.get_slice(0);
     const auto thread_pv = typename Traits::MmaPV{}.get_slice(0);
     const auto s_q = local_tile(make_tensor(make_smem_ptr(smem_.q[0]), typename Traits::LayoutQ{}),
@@ -80,10 +82,10 @@ class ForwardMainloop {
       FullBarrier::wait(&smem_.v_full[position.stage], position.phase);
     };
 
-    const KeyBlocks blocks = uniform(tile.shares[warpgroup_]);
+    const KeyBlocks blocks = start.share;
     // Blocks that the other warpgroups visit. Rare, and its turns written out are much code.
     FA_NO_UNROLL
-    for (int left_out = uniform(tile.blocks.end); left_out > blocks.end; --left_out) leave_out();
+    for (int left_out = start.end; left_out > blocks.end; --left_out) leave_out();
     int block = blocks.end - 1;
     const auto transform_and_mask = [&]() __attribute__((always_inline)) {
       transform_scores(scores);
@@ -172,6 +174,7 @@ class ForwardMainloop {
 
     wait_for_v(v_position());
     multiply_pv(v_position().stage);
+    under_last_pv();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       statistics[half] = softmax.finish(half, params_.logit_unit);

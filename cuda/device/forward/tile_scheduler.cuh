@@ -47,6 +47,29 @@ __device__ inline KeyBlocks uniform(const KeyBlocks& blocks) {
           uniform(blocks.full_end)};
 }
 
+// What a consumer warpgroup needs to begin a tile, in registers.
+struct TileStart {
+  bool none;   // as in ForwardTile
+  bool empty;  // likewise
+  int end;     // of the tile's key blocks
+  KeyBlocks share;
+  uint32_t number;
+
+  // All loads first: under the other warpgroups' wgmma each takes long.
+  __device__ TileStart(const ForwardTile& tile, int warpgroup) {
+    const int num_rows = tile.output.num_rows;
+    const int begin_of_all = tile.blocks.begin;
+    const int end_of_all = tile.blocks.end;
+    const KeyBlocks own = tile.shares[warpgroup];
+    const int own_number = static_cast<int>(tile.number);
+    none = uniform(num_rows) == 0;
+    end = uniform(end_of_all);
+    empty = end <= uniform(begin_of_all);
+    share = uniform(own);
+    number = uniform(own_number);
+  }
+};
+
 // The list of segments as the scheduler warp looks at it, see next_window. In shared memory, since
 // the warp has few registers.
 struct SegmentWindow {
