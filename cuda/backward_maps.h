@@ -77,6 +77,39 @@ FA_HOST_DEVICE constexpr QueryBlocks query_blocks(const Window& window, int seql
   return blocks;
 }
 
+// Tiles of equal length seldom fill the last round of all CTAs. The last ones may therefore be split
+// by queries: each part takes the place of a tile, and the parts' dK and dV are added up
+// (device/backward/partial_gradients.cuh).
+struct TileParts {
+  int first_split;  // tiles before it are whole
+  int parts;        // of each of the others
+};
+
+// Number `number` of a launch: a tile, and which of its parts; `part_number` counts the parts of all
+// split tiles, and is -1 with a whole tile.
+struct TilePart {
+  int tile;
+  int part;
+  int part_number;
+};
+
+FA_HOST_DEVICE constexpr TilePart tile_part(const TileParts& split, int number) {
+  if (number < split.first_split) return {number, 0, -1};
+  const int part_number = number - split.first_split;
+  const int of_split = part_number / split.parts;
+  return {split.first_split + of_split, part_number - of_split * split.parts, part_number};
+}
+
+// The part's share of the tile's blocks, of which there are less than 2^31 / parts.
+FA_HOST_DEVICE constexpr QueryBlocks blocks_of_part(const QueryBlocks& blocks, int part,
+                                                    int parts) {
+  const auto cut = [&](int n) { return blocks.begin + (blocks.end - blocks.begin) * n / parts; };
+  QueryBlocks share{cut(part), cut(part + 1), blocks.full_begin, blocks.full_end};
+  if (share.full_begin < share.begin) share.full_begin = share.begin;
+  if (share.full_end > share.end) share.full_end = share.end;
+  return share;
+}
+
 // The last block of keys that visits query block `block`, of those that visit it: the largest n with
 // begin <= block < end of query_blocks(n * block_n).
 FA_HOST_DEVICE constexpr int last_visitor(const Window& window, int seqlen_q, int seqlen_k,

@@ -165,10 +165,14 @@ struct BackwardConfig {
   // split the tile's keys.
   constexpr bool wide() const { return backward_ctas(head_dim) > 1; }
   constexpr int keys_per_cta() const { return block_n / backward_ctas(head_dim); }
+  // Whether the last tiles of a launch may be split (TileParts). With 64 columns the code for it
+  // changes the main loop's registers, which costs more than it gains.
+  constexpr bool splits_tiles() const { return head_dim > 64; }
   bool operator==(const BackwardConfig&) const = default;
 };
 
 inline constexpr int kBackwardWarpgroups = 2;  // of a CTA
+inline constexpr int kBackwardConsumerWarps = kBackwardWarpgroups * (kWarpgroupSize / kWarpSize);
 
 inline constexpr int kBackwardTileBytes = 112;  // what a tile consists of
 

@@ -17,6 +17,7 @@ import pytest
 from attention_cases import BEST, KERNELS, Case, function_of, make, outside, parametrize
 
 import jax_fa_epilogue as fa
+from jax_fa_epilogue import _native
 
 TILES = (64, 96, 128, 192, 256)
 WIDTHS = (8, 16, 24, 40, 56, 64, 72, 80, 88, 96, 112, 128, 136, 160, 192, 224, 248, 256)  # R30
@@ -57,6 +58,15 @@ CASES = [
     Case(lengths=tuple((256 // n, 256 // n) for n in range(1, 40)), causal=True, heads=2),
     Case(lengths=((0, 0),) * 3, padding=65),
     Case(lengths=((0, 0), (70, 64), (0, 5)), padding=1),
+]
+# A few more tiles than there are CTAs or clusters: the last ones are split by queries.
+SPLIT = [
+    Case(128, seqlen_q=1100, seqlen_k=1000, heads=34, heads_kv=17, batch=1),
+    Case(128, seqlen_q=1030, seqlen_k=389, heads=34, heads_kv=34, batch=1),
+    *(Case(d, seqlen_q=1100, seqlen_k=500, heads=34, heads_kv=17, batch=1) for d in (192, 256)),
+    Case(192, 128, seqlen_q=1100, seqlen_k=500, heads=34, heads_kv=17, batch=1, dtype="float16"),
+    Case(72, 40, seqlen_q=1200, seqlen_k=129, heads=35, heads_kv=35, dtype="float16"),
+    Case(128, seqlen_q=1500, seqlen_k=1, heads=135, heads_kv=135, batch=1, softcap=5.0),
 ]
 DETERMINISTIC = [
     Case(128, causal=True, deterministic=True),
@@ -175,6 +185,27 @@ def test_values(case, poison):
 @parametrize(DETERMINISTIC, step=6)
 def test_values_of_the_deterministic_mode(case, poison):
     check(case, poison)
+
+
+@parametrize(SPLIT, step=6)
+def test_split_tiles(case, poison):
+    """Parts are added in order: the default mode's dK and dV are the same bits as well."""
+    plan = _native.plan_backward(
+        dtype={"bfloat16": "bf16", "float16": "f16"}[case.dtype],
+        batch=case.batch,
+        heads_kv=case.heads_kv,
+        qhead_per_khead=case.heads // case.heads_kv,
+        sequences=1,
+        seqlen_q=case.seqlen_q,
+        seqlen_k=case.seqlen_k,
+        head_dim=case.dim,
+        head_dim_v=case.dim_v or case.dim,
+    )
+    assert plan["parts"] > 1
+    gradients = check(case, poison)
+    operands = make(case)
+    again = call(case, (*operands, *cotangents(case, operands)))
+    assert_bitwise(gradients[1:], again[1:])
 
 
 @pytest.mark.parametrize("use", [("out",), ("lse",)], ids="".join)

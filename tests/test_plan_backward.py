@@ -65,6 +65,29 @@ def test_query_blocks_hold_every_visible_pair_and_masks_where_needed(block_m, bl
                     assert all(pairs)
 
 
+@pytest.mark.parametrize("tiles, first_split, parts", [(7, 7, 1), (7, 5, 3), (7, 0, 2), (1, 0, 8)])
+def test_numbers_hold_whole_tiles_and_every_part_of_the_others(tiles, first_split, parts):
+    count = first_split + (tiles - first_split) * parts
+    found = [maps.tile_part(first_split, parts, number) for number in range(count)]
+    whole = [(tile, 0) for tile in range(first_split)]
+    split = [(tile, part) for tile in range(first_split, tiles) for part in range(parts)]
+    assert [(tile, part) for tile, part, _ in found] == whole + split
+    assert [number for _, _, number in found] == [-1] * first_split + list(range(len(split)))
+
+
+@pytest.mark.parametrize("begin, end, full", [(0, 7, (0, 7)), (2, 12, (4, 9)), (3, 11, (0, 0))])
+def test_parts_share_the_blocks_of_a_tile(begin, end, full):
+    for parts in range(1, end - begin + 1):
+        shares = [maps.blocks_of_part(begin, end, *full, part, parts) for part in range(parts)]
+        assert [b for share in shares for b in range(*share[:2])] == list(range(begin, end))
+        sizes = [last - first for first, last, _, _ in shares]
+        assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1
+        for first, last, full_first, full_last in shares:
+            for block in range(first, last):
+                assert (full_first <= block < full_last) == (full[0] <= block < full[1])
+            assert full_last <= last and full_first >= first
+
+
 @pytest.mark.parametrize("block_m, block_n", [(4, 8), (5, 8)])
 def test_turns_count_the_visitors_of_a_block(block_m, block_n):
     """A tile waits for as many additions as tiles of higher keys make, no more and no fewer."""
@@ -170,7 +193,9 @@ def test_the_grid_is_whole_clusters_and_no_more_than_tiles(head_dim, cluster, se
     assert main["cluster"] == cluster
     assert main["grid"] % cluster == 0
     assert 0 < main["grid"] // cluster <= plan["num_tiles"]
-    assert plan["num_tiles"] == 2 * 4 * -(-seqlen_k // plan["block_n"])
+    tiles = 2 * 4 * -(-seqlen_k // plan["block_n"])
+    split = tiles - plan["first_split"]
+    assert plan["num_tiles"] == tiles + split * (plan["parts"] - 1)
 
 
 def test_workspace_is_one_fp32_copy_of_q_in_whole_blocks():
@@ -179,7 +204,10 @@ def test_workspace_is_one_fp32_copy_of_q_in_whole_blocks():
     assert plan["q_slots"] == blocks
     assert plan["dq_accum_size"] == 2 * blocks * plan["block_m"] * plan["head_dim"]
     assert plan["statistics_size"] == 2 * blocks * plan["block_m"] * 2
-    assert plan["semaphore_size"] == 1
+    # The arrivals of 8 warps at each of 8 blocks of keys, of which some may be split.
+    assert plan["semaphore_size"] == 1 + 8 * 8
+    assert backward(window_right=0)["semaphore_size"] == 1
+    assert backward(has_seqused_k=True)["semaphore_size"] == 1
     assert backward(deterministic=True)["semaphore_size"] == 1 + 2 * blocks
     # Wide heads: one turn per consumer warp of the two CTAs.
     wide = backward(head_dim=256, head_dim_v=256, deterministic=True)
@@ -204,6 +232,39 @@ def test_tiles_and_launches():
     # However few: whoever waits for another tile must know it in work.
     assert backward(deterministic=True)["dynamic"]
     assert backward(seqlen_q=0)["main"]["grid"] == 0
+
+
+def test_the_last_round_of_tiles_is_split():
+    """15 rounds of 132 tiles are whole; the 68 that are left would leave half of the CTAs idle."""
+    sizes = {"batch": 1, "heads_kv": 16, "qhead_per_khead": 1}
+    long = sizes | {"seqlen_q": 1 << 14, "seqlen_k": 1 << 14}
+    plan = backward(**long)
+    assert plan["first_split"] == 15 * 132
+    assert plan["parts"] > 2
+    assert plan["num_tiles"] == 15 * 132 + 68 * plan["parts"]
+    # Tiles that differ in length are balanced by their order, and ordered additions need it.
+    for change in ({"window_right": 0}, {"has_seqused_q": True}, {"deterministic": True}):
+        plan = backward(**long, **change)
+        assert plan["first_split"] == plan["num_tiles"] and plan["parts"] == 1
+    # Full rounds, tiles too short to be worth it, and the one kernel that cannot.
+    assert backward(**(long | {"heads_kv": 33}), num_sms=132)["parts"] == 1
+    assert backward(**sizes, seqlen_q=128, seqlen_k=1 << 17)["parts"] == 1
+    assert backward(**long, head_dim=64, head_dim_v=64)["parts"] == 1
+
+
+@pytest.mark.parametrize("head_dim", (8, 64, 128, 192, 256))
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1 << 16), (300, 500), (4096, 64), (1 << 15, 700)])
+@pytest.mark.parametrize("batch", (1, 9))
+def test_parts_fit_into_the_memory_of_dq(head_dim, seqlen_q, seqlen_k, batch):
+    problem = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch}
+    plan = backward(head_dim=head_dim, head_dim_v=head_dim, **problem)
+    assert 1 <= plan["parts"] <= plan["q_slots"]
+    tiles = batch * 4 * plan["row_blocks"]
+    split = tiles - plan["first_split"]
+    bytes_per_part = plan["block_n"] * (plan["head_dim"] + plan["head_dim_v"]) * 4
+    assert split * plan["parts"] * bytes_per_part <= batch * 8 * seqlen_q * head_dim * 2
+    arrivals = split * plan["main"]["cluster"] * 8
+    assert 1 + arrivals <= batch * 4 * plan["semaphore_size"]
 
 
 @pytest.mark.parametrize(

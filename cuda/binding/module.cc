@@ -311,6 +311,8 @@ NB_MODULE(_native, module) {
         dict["num_tiles"] = plan.num_tiles;
         dict["row_blocks"] = plan.order.row_blocks;
         dict["section_heads"] = plan.order.section_heads;
+        dict["first_split"] = plan.split.first_split;
+        dict["parts"] = plan.split.parts;
         dict["q_slots"] = plan.q_slots;
         dict["dq_accum_size"] = plan.dq_accum_size;
         dict["statistics_size"] = plan.statistics_size;
@@ -371,6 +373,15 @@ NB_MODULE(_native, module) {
         query_blocks({left, right, shift}, seqlen_q, seqlen_k, first, block_m, block_n);
     return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
   });
+  maps.def("tile_part", [](int first_split, int parts, int number) {
+    const TilePart part = tile_part({first_split, parts}, number);
+    return nb::make_tuple(part.tile, part.part, part.part_number);
+  });
+  maps.def(
+      "blocks_of_part", [](int begin, int end, int full_begin, int full_end, int part, int parts) {
+        const QueryBlocks blocks = blocks_of_part({begin, end, full_begin, full_end}, part, parts);
+        return nb::make_tuple(blocks.begin, blocks.end, blocks.full_begin, blocks.full_end);
+      });
   maps.def("last_visitor", [](int left, int right, int shift, int seqlen_q, int seqlen_k, int block,
                               int block_m, int block_n) {
     return last_visitor({left, right, shift}, seqlen_q, seqlen_k, block, block_m, block_n);

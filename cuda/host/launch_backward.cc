@@ -49,12 +49,10 @@ void launch_backward(const BackwardArguments& arguments, cudaStream_t stream) {
                             static_cast<int>(problem.seqlen_k)};
   const BackwardWorkspace workspace{arguments.statistics, arguments.dq_accum, plan.q_slots};
 
-  if (plan.dynamic || problem.deterministic) {
-    const int64_t count =
-        problem.deterministic ? problem.batch * problem.heads_kv * plan.semaphore_size : 1;
-    check(
-        cudaMemsetAsync(arguments.semaphores, 0, static_cast<size_t>(count) * sizeof(int), stream),
-        "resetting the semaphores");
+  if (plan.semaphores_in_use > 0) {
+    check(cudaMemsetAsync(arguments.semaphores, 0,
+                          static_cast<size_t>(plan.semaphores_in_use) * sizeof(int), stream),
+          "resetting the semaphores");
   }
 
   PreprocessParams preprocess = {};
@@ -105,7 +103,11 @@ void launch_backward(const BackwardArguments& arguments, cudaStream_t stream) {
   params.batch_map = arguments.batch_map;
   params.sequences = sequences;
   params.order = plan.order;
+  params.split = plan.split;
   params.num_tiles = static_cast<int>(plan.num_tiles);
+  // The postprocess writes dQ when the main kernel is done: until then its memory is free.
+  params.partials = static_cast<float*>(arguments.dq);
+  params.arrivals = arguments.semaphores + 1;
   params.tile_counter = plan.dynamic ? arguments.semaphores : nullptr;
   // The first semaphore is the tile counter.
   params.turns = problem.deterministic ? arguments.semaphores + 1 : nullptr;

@@ -15,6 +15,14 @@ constexpr int64_t kL2BytesForQueries = 32 << 20;
 constexpr int64_t kMostHeadsTogether = 16;
 constexpr int64_t kMostWideHeadsTogether = 8;
 
+// What is split leaves partial dK and dV, 4 bytes each. They lie where dQ will be: it is written last.
+constexpr int kMostParts = 8;
+// Time of a part beside its blocks, and of adding one part up, in blocks of queries.
+constexpr double kBlocksPerPart = 3;
+constexpr double kBlocksPerAddition = 1;
+// What splitting has to gain to be worth its extra kernel node, which resets the counters.
+constexpr double kLeastGain = 0.01;
+
 // Positions are compared as sums of three lengths in 32 bits.
 constexpr int64_t kMaxLength = int64_t{1} << 29;
 
@@ -49,6 +57,30 @@ BackwardLaunch matching(const Kernels& kernels, const Config& config) {
     if (kernel.config == config) return {kernel.name, kernel.symbol != nullptr, 0, 0, 0};
   }
   throw NotCovered("the table has no kernel that goes with the backward's");
+}
+
+// Equal tiles, `takers` at a time: the last round is seldom full. Whether its tiles, or those of the
+// last two rounds, end sooner in parts, of which there may be `most_parts`. `blocks`: of a tile.
+TileParts split_last_tiles(int64_t tiles, int64_t takers, int64_t blocks, int64_t parts_per_tile,
+                           int64_t most_parts) {
+  TileParts best{static_cast<int>(tiles), 1};
+  const double whole = static_cast<double>(ceil_div(tiles, takers) * blocks);
+  double least = (1 - kLeastGain) * whole;
+  const int64_t full_rounds = tiles / takers;
+  for (int64_t rounds = std::max<int64_t>(0, full_rounds - 1); rounds <= full_rounds; ++rounds) {
+    const int64_t split_tiles = tiles - rounds * takers;
+    for (int parts = 2; parts <= parts_per_tile && split_tiles * parts <= most_parts; ++parts) {
+      const double time = static_cast<double>(rounds * blocks) +
+                          static_cast<double>(ceil_div(split_tiles * parts, takers)) *
+                              (static_cast<double>(blocks) / parts + kBlocksPerPart) +
+                          parts * kBlocksPerAddition;
+      if (time < least) {
+        least = time;
+        best = {static_cast<int>(rounds * takers), parts};
+      }
+    }
+  }
+  return best;
 }
 
 }  // namespace
@@ -96,9 +128,15 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   plan.q_slots = static_cast<int>(q_slots);
   plan.dq_accum_size = std::max<int64_t>(1, group * q_slots * config.block_m * config.head_dim);
   plan.statistics_size = std::max<int64_t>(1, group * q_slots * 2 * config.block_m);
-  // The tile counter, and with `deterministic` the turns of each block.
+  const bool varlen = problem.has_cu_seqlens || problem.has_seqused_q || problem.has_seqused_k;
+  const bool may_split = config.splits_tiles() && !bounded && !varlen && !problem.deterministic;
+  // The tile counter, and with `deterministic` the turns of each block, or the arrivals of the warps
+  // at each tile that is split.
+  const int64_t arrivals_per_tile = ctas * kBackwardConsumerWarps;
   plan.semaphore_size =
-      1 + (problem.deterministic ? group * q_slots * backward_turns_per_block(config) : 0);
+      1 + (problem.deterministic ? group * q_slots * backward_turns_per_block(config)
+           : may_split           ? k_slots * arrivals_per_tile
+                                 : 0);
   plan.num_tiles = k_slots * heads;
   const int64_t query_tiles = q_slots * heads * group;
   const int64_t preprocess_grid =
@@ -110,7 +148,17 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
       1, group * problem.seqlen_q *
              (6 * problem.head_dim + size_bytes(problem.dtype) * problem.head_dim_v));
   // CTAs, or clusters, that take tiles.
-  const int64_t takers = std::min<int64_t>(plan.num_tiles, device.num_sms / ctas);
+  const int64_t most_takers = device.num_sms / ctas;
+  plan.split = {static_cast<int>(plan.num_tiles), 1};
+  if (may_split && plan.num_tiles > 0) {
+    const int64_t dq_bytes = heads * group * problem.seqlen_q * problem.head_dim * 2;
+    const int64_t part_bytes = int64_t{config.block_n} * (config.head_dim + config.head_dim_v) * 4;
+    plan.split = split_last_tiles(plan.num_tiles, most_takers, group * q_slots,
+                                  std::min<int64_t>(kMostParts, q_slots), dq_bytes / part_bytes);
+  }
+  const int64_t split_tiles = plan.num_tiles - plan.split.first_split;
+  plan.num_tiles += split_tiles * (plan.split.parts - 1);
+  const int64_t takers = std::min(plan.num_tiles, most_takers);
   plan.main.grid = static_cast<int>(takers * ctas);
   // Without bounds the tiles of a head visit the same blocks at the same time. One head at a time is
   // best for L2; but tiles that add in order are one block behind one another, and only as many as
@@ -127,9 +175,11 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
   // With a causal mask the first keys are seen by the most queries. Additions in order go from the
   // last keys to the first (dq_turn.cuh), and so must the tiles.
   plan.order.last_first = problem.deterministic;
-  plan.dynamic = problem.deterministic ||
-                 (plan.num_tiles > takers && (bounded || problem.has_cu_seqlens ||
-                                              problem.has_seqused_q || problem.has_seqused_k));
+  plan.dynamic = problem.deterministic || (plan.num_tiles > takers && (bounded || varlen));
+  plan.semaphores_in_use = problem.deterministic ? heads * plan.semaphore_size
+                           : split_tiles > 0     ? 1 + split_tiles * arrivals_per_tile
+                           : plan.dynamic        ? 1
+                                                 : 0;
   // Without a key or a query the kernels have nothing to add up, but dQ (dK and dV) are written.
   plan.preprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(preprocess_grid) : 0;
   plan.postprocess.grid = problem.seqlen_k > 0 ? static_cast<int>(query_tiles) : 0;

@@ -46,14 +46,17 @@ struct BackwardPlan {
   int window_right;
   bool dynamic;  // tiles differ in length or wait for each other: a counter hands them out
   TileOrder order;
-  int64_t num_tiles;
-  int q_slots;  // blocks of queries of a head in the workspace
+  TileParts split;    // `first_split`: num_tiles where no tile is split
+  int64_t num_tiles;  // with the parts of the split ones
+  int q_slots;        // blocks of queries of a head in the workspace
   // Elements of the workspaces per batch index and key head. The accumulator of dQ is as large as Q
   // in fp32, rounded up to whole blocks of block_m rows and tile columns, packed with one more block
   // per sequence.
   int64_t dq_accum_size;
   int64_t statistics_size;
   int64_t semaphore_size;
+  // Of all batch indices and heads together, so many have to be 0 before the main kernel starts.
+  int64_t semaphores_in_use;
 };
 
 BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& device);

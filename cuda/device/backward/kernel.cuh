@@ -11,13 +11,14 @@
 //   consumers  five GEMMs on wgmma per query block                  mainloop.cuh,
 //                                                                   mainloop_wide.cuh,
 //                                                                   consumer.cuh, mask.cuh
-//              dK, dV -> global at the tile's end                   key_gradients.cuh
+//              dK, dV -> global at the tile's end                   key_gradients.cuh,
+//                                                                   partial_gradients.cuh
 //   adder      dQ of each block, added in global memory; with wide  dq_adder.cuh, dq_turn.cuh
 //              heads the consumers do it (register_dq_adder.cuh)
 //   exchanger  with wide heads: dS to the other CTA                 ds_exchange.cuh
 //
-// All heads of a group are one tile's work, so that dK and dV need no accumulator in memory and are
-// the same bits from run to run.
+// All heads of a group are one tile's work, so that dK and dV need no accumulator in memory; where
+// tiles are split, their parts are added in order: the bits are the same from run to run.
 //
 // Barriers; s is a stage, w a warpgroup:
 //
@@ -43,13 +44,16 @@
 #include "device/backward/key_gradients.cuh"
 #include "device/backward/mainloop.cuh"
 #include "device/backward/mainloop_wide.cuh"
+#include "device/backward/partial_gradients.cuh"
 #include "device/backward/producer.cuh"
 
 namespace fa {
 
+// Inlined: as a function of its own it would spill.
 template <BackwardConfig kConfig>
-__device__ void backward_consumer(const BackwardParams& params,
-                                  typename BackwardTraits<kConfig>::Smem& smem, int thread) {
+__device__ __forceinline__ void backward_consumer(const BackwardParams& params,
+                                                  typename BackwardTraits<kConfig>::Smem& smem,
+                                                  int thread) {
   using Traits = BackwardTraits<kConfig>;
   using Mainloop =
       std::conditional_t<Traits::kWide, WideMainloop<kConfig>, NarrowMainloop<kConfig>>;
@@ -72,9 +76,28 @@ __device__ void backward_consumer(const BackwardParams& params,
     if constexpr (Traits::kWide) slot.phase = tile.slot_phase;
     __syncwarp();
     if (thread % kWarpSize == 0) cutlass::arch::ClusterBarrier::arrive(&smem.kv_empty);
-    gradients.template store<Traits::kHeadDimV>(dv, 1.f, params.dv, params.head_dim_v, thread);
-    gradients.template store<Traits::kHeadDim>(dk, params.scale, params.dk, params.head_dim,
-                                               thread);
+    const auto store_dk = [&](const float(&values)[Mainloop::kCountDk]) {
+      gradients.template store<Traits::kHeadDim>(values, params.scale, params.dk, params.head_dim,
+                                                 thread);
+    };
+    const auto store_dv = [&](const float(&values)[Mainloop::kCountDv]) {
+      gradients.template store<Traits::kHeadDimV>(values, 1.f, params.dv, params.head_dim_v,
+                                                  thread);
+    };
+    if (!kConfig.splits_tiles() || tile.part_number < 0) {
+      store_dv(dv);
+      store_dk(dk);
+      continue;
+    }
+    const PartialGradients<kConfig, Mainloop::kCountDk, Mainloop::kCountDv> partial(
+        params, tile.part_number, thread);
+    if (!partial.leave(dk, dv)) continue;
+    float sum_dv[Mainloop::kCountDv];
+    partial.sum_dv(sum_dv);
+    store_dv(sum_dv);
+    float sum_dk[Mainloop::kCountDk];
+    partial.sum_dk(sum_dk);
+    store_dk(sum_dk);
   }
 }
 

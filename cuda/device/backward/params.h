@@ -108,7 +108,11 @@ struct BackwardParams {
   BackwardBatchMap batch_map;
   Sequences sequences;
   TileOrder order;  // row blocks: slots of keys; heads: of keys, of all batch indices
-  int num_tiles;
+  TileParts split;  // without `turns` and where all tiles are alike
+  int num_tiles;    // with the parts of the split ones
+  // Of the split tiles, (part number, CTA of the cluster, 4 registers, thread, 4): partial dK and dV.
+  float* partials;
+  int* arrivals;      // (split tile, CTA of the cluster, warp), 0 at the kernel's start
   int* tile_counter;  // null: CTA c takes tiles c, c + gridDim, ...; else 0 at the kernel's start.
                       // Never null with `turns`
   int* turns;  // (batch, head, slot, turn of the block), 0 at the kernel's start; null: dQ adds in

@@ -35,6 +35,7 @@ struct BackwardTile {
   uint32_t phase;       // parity of the barriers of K and V
   uint32_t slot_phase;  // parity of the barriers of the slot
   bool more;            // false: no tile, the end
+  int part_number;      // see TilePart
 };
 
 static_assert(sizeof(BackwardTile) == kBackwardTileBytes);
@@ -42,7 +43,7 @@ static_assert(sizeof(BackwardTile) == kBackwardTileBytes);
 // One lane's work. kBlockN keys are shared by kCtas CTAs.
 template <int kBlockM, int kBlockN, int kCtas>
 __device__ void find_tile(const BackwardParams& params, int index, BackwardTile& tile) {
-  const TilePosition position = tile_position(params.order, index);
+  const TilePosition position = tile_position(params.order, tile_part(params.split, index).tile);
   const int batch = position.head / params.heads_kv;
   tile.head_kv = position.head - batch * params.heads_kv;
   const auto descriptors = [&](const int32_t* base, BackwardOperand operand) {
@@ -79,6 +80,12 @@ __device__ void find_tile(const BackwardParams& params, int index, BackwardTile&
   if (queries.begin + valid.end >= sequences.total_q) valid.end = INT_MAX;
   tile.valid = valid;
   params.batch_map.offsets(opaque(batch), tile.operand_batch);
+  // Found again: the warp has few registers.
+  const TilePart part = tile_part(params.split, opaque(index));
+  tile.part_number = part.part_number;
+  if (part.part_number >= 0) {
+    tile.blocks = blocks_of_part(tile.blocks, part.part, params.split.parts);
+  }
 }
 
 // `full[s]`: the scheduler arrives, 1; everybody else waits; slot s holds a tile.

@@ -25,7 +25,7 @@ struct BackwardTraitsOfAll {
   static constexpr bool kWide = kConfig.wide();
   static constexpr int kWarpgroups = kBackwardWarpgroups;
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupSize;
-  static constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
+  static constexpr int kConsumerWarps = kBackwardConsumerWarps;
   static constexpr int kDqWarpgroups = backward_dq_warpgroups(kConfig.head_dim);
   static constexpr DqSplit kDqSplit = dq_split(kBlockM, kDqWarpgroups);
   using Element =
