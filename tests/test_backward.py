@@ -17,7 +17,7 @@ import pytest
 from attention_cases import BEST, KERNELS, Case, function_of, make, outside, parametrize
 
 import jax_fa_epilogue as fa
-from jax_fa_epilogue import _native
+from jax_fa_epilogue import _native, native
 
 TILES = (64, 96, 128, 192, 256)
 WIDTHS = (8, 16, 24, 40, 56, 64, 72, 80, 88, 96, 112, 128, 136, 160, 192, 224, 248, 256)  # R30
@@ -66,6 +66,9 @@ SPLIT = [
     *(Case(d, seqlen_q=1100, seqlen_k=500, heads=34, heads_kv=17, batch=1) for d in (192, 256)),
     Case(192, 128, seqlen_q=1100, seqlen_k=500, heads=34, heads_kv=17, batch=1, dtype="float16"),
     Case(72, 40, seqlen_q=1200, seqlen_k=129, heads=35, heads_kv=35, dtype="float16"),
+    # Less than one round; more parts than CTAs.
+    Case(128, seqlen_q=4096, seqlen_k=64, heads=4, heads_kv=4, batch=1),
+    Case(128, seqlen_q=2048, seqlen_k=256, heads=100, heads_kv=100, batch=1),
     Case(128, seqlen_q=1500, seqlen_k=1, heads=135, heads_kv=135, batch=1, softcap=5.0),
 ]
 DETERMINISTIC = [
@@ -187,9 +190,11 @@ def test_values_of_the_deterministic_mode(case, poison):
     check(case, poison)
 
 
-@parametrize(SPLIT, step=6)
+@parametrize(SPLIT, step=8)
 def test_split_tiles(case, poison):
     """Parts are added in order: the default mode's dK and dV are the same bits as well."""
+    if native.num_multiprocessors() != 132:
+        pytest.skip("the cases are split on 132 multiprocessors")
     plan = _native.plan_backward(
         dtype={"bfloat16": "bf16", "float16": "f16"}[case.dtype],
         batch=case.batch,
@@ -200,6 +205,7 @@ def test_split_tiles(case, poison):
         seqlen_k=case.seqlen_k,
         head_dim=case.dim,
         head_dim_v=case.dim_v or case.dim,
+        num_sms=132,
     )
     assert plan["parts"] > 1
     gradients = check(case, poison)

@@ -224,9 +224,10 @@ def test_tiles_and_launches():
     # 32 rows of 256 columns per CTA.
     wide = backward(head_dim=256, head_dim_v=256)
     assert wide["preprocess"]["grid"] == 3 * wide["postprocess"]["grid"] == 3 * 2 * 8 * 11
-    assert not plan["dynamic"]
+    assert not plan["dynamic"] and plan["semaphores_in_use"] == 0
     causal = backward(batch=8, window_right=0)
     assert causal["dynamic"] and causal["main"]["grid"] == 132
+    assert causal["semaphores_in_use"] == 1
     assert not backward(batch=8)["dynamic"]
     assert backward(batch=8, deterministic=True)["dynamic"]
     # However few: whoever waits for another tile must know it in work.
@@ -252,19 +253,25 @@ def test_the_last_round_of_tiles_is_split():
     assert backward(**long, head_dim=64, head_dim_v=64)["parts"] == 1
 
 
-@pytest.mark.parametrize("head_dim", (8, 64, 128, 192, 256))
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1 << 16), (300, 500), (4096, 64), (1 << 15, 700)])
+@pytest.mark.parametrize("num_sms", (1, 16, 78, 114, 132))
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(72, 40), (128, 64), (128, 128), (192, 128), (256, 256)]
+)
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k", [(300, 500), (700, 2000), (4096, 64), (1 << 15, 700)]
+)
 @pytest.mark.parametrize("batch", (1, 9))
-def test_parts_fit_into_the_memory_of_dq(head_dim, seqlen_q, seqlen_k, batch):
-    problem = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch}
-    plan = backward(head_dim=head_dim, head_dim_v=head_dim, **problem)
+def test_parts_fit_into_the_memory_of_dq(head_dim, head_dim_v, seqlen_q, seqlen_k, batch, num_sms):
+    problem = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "num_sms": num_sms}
+    plan = backward(head_dim=head_dim, head_dim_v=head_dim_v, **problem)
     assert 1 <= plan["parts"] <= plan["q_slots"]
     tiles = batch * 4 * plan["row_blocks"]
     split = tiles - plan["first_split"]
     bytes_per_part = plan["block_n"] * (plan["head_dim"] + plan["head_dim_v"]) * 4
     assert split * plan["parts"] * bytes_per_part <= batch * 8 * seqlen_q * head_dim * 2
     arrivals = split * plan["main"]["cluster"] * 8
-    assert 1 + arrivals <= batch * 4 * plan["semaphore_size"]
+    assert plan["semaphores_in_use"] == (1 + arrivals if split else 0)
+    assert plan["semaphores_in_use"] <= batch * 4 * plan["semaphore_size"]
 
 
 @pytest.mark.parametrize(

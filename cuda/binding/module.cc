@@ -317,6 +317,7 @@ NB_MODULE(_native, module) {
         dict["dq_accum_size"] = plan.dq_accum_size;
         dict["statistics_size"] = plan.statistics_size;
         dict["semaphore_size"] = plan.semaphore_size;
+        dict["semaphores_in_use"] = plan.semaphores_in_use;
         return dict;
       },
       "dtype"_a, "batch"_a, "heads_kv"_a, "qhead_per_khead"_a, "sequences"_a, "seqlen_q"_a,

@@ -15,8 +15,7 @@ constexpr int64_t kL2BytesForQueries = 32 << 20;
 constexpr int64_t kMostHeadsTogether = 16;
 constexpr int64_t kMostWideHeadsTogether = 8;
 
-// What is split leaves partial dK and dV, 4 bytes each. They lie where dQ will be: it is written last.
-constexpr int kMostParts = 8;
+constexpr int kMostParts = 8;  // of a split tile
 // Time of a part beside its blocks, and of adding one part up, in blocks of queries.
 constexpr double kBlocksPerPart = 3;
 constexpr double kBlocksPerAddition = 1;
@@ -148,10 +147,12 @@ BackwardPlan plan_backward(const BackwardProblem& problem, const DeviceInfo& dev
       1, group * problem.seqlen_q *
              (6 * problem.head_dim + size_bytes(problem.dtype) * problem.head_dim_v));
   // CTAs, or clusters, that take tiles.
-  const int64_t most_takers = device.num_sms / ctas;
+  const int64_t most_takers = std::max(1, device.num_sms / ctas);
   plan.split = {static_cast<int>(plan.num_tiles), 1};
   if (may_split && plan.num_tiles > 0) {
-    const int64_t dq_bytes = heads * group * problem.seqlen_q * problem.head_dim * 2;
+    // Partial dK and dV lie where dQ will be, which is written last.
+    const int64_t dq_bytes =
+        heads * group * problem.seqlen_q * problem.head_dim * size_bytes(problem.dtype);
     const int64_t part_bytes = int64_t{config.block_n} * (config.head_dim + config.head_dim_v) * 4;
     plan.split = split_last_tiles(plan.num_tiles, most_takers, group * q_slots,
                                   std::min<int64_t>(kMostParts, q_slots), dq_bytes / part_bytes);

@@ -110,7 +110,8 @@ struct BackwardParams {
   TileOrder order;  // row blocks: slots of keys; heads: of keys, of all batch indices
   TileParts split;  // without `turns` and where all tiles are alike
   int num_tiles;    // with the parts of the split ones
-  // Of the split tiles, (part number, CTA of the cluster, 4 registers, thread, 4): partial dK and dV.
+  // Of the split tiles, (part number, CTA of the cluster, vector of dK's then dV's registers, thread,
+  // 4): partial dK and dV.
   float* partials;
   int* arrivals;      // (split tile, CTA of the cluster, warp), 0 at the kernel's start
   int* tile_counter;  // null: CTA c takes tiles c, c + gridDim, ...; else 0 at the kernel's start.

@@ -1,7 +1,13 @@
 // dK and dV of a tile that is split by queries (TileParts): each part leaves its sums in global memory,
-// and the one that comes last adds all of them, in the order of the parts, whoever is last.
+// and the one that comes last adds all of them, in the order of the parts, whoever is last, and
+// stores what a whole tile would.
 //
-// Each warp does so on its own: it holds the same elements in every part.
+//   part 0   | blocks 0 ... n | partial -> memory | arrive
+//   part 1   | blocks n ... m | partial -> memory | arrive: the last | all parts -> dK, dV -> store
+//
+// Each warp does so on its own, with a counter of its own: it holds the same elements in every part.
+// The counters are 0 when the kernel starts. The partial sums lie where the postprocess will write
+// dQ: the plan splits no more tiles than fit.
 #pragma once
 
 #include "device/backward/traits.cuh"
@@ -23,16 +29,18 @@ class PartialGradients {
   __device__ bool leave(const float (&dk)[kCountDk], const float (&dv)[kCountDv]) const {
     write(dk, 0);
     write(dv, kCountDk / 4);
-    // Every lane's sums are there before the warp's arrival is.
-    __threadfence();
-    __syncwarp();
     int before = 0;
+    // Every lane's sums are there before the warp's arrival is.
+    __syncwarp();
     if (thread_ % kWarpSize == 0) {
+      __threadfence();
       const int arrival = (split_tile_ * Traits::kCtas + cta()) * Traits::kConsumerWarps;
       before = atomicAdd(params_.arrivals + arrival + thread_ / kWarpSize, 1);
     }
     if (__shfl_sync(~0u, before, 0) != params_.split.parts - 1) return false;
+    // And the others' before the loads of what they left.
     __threadfence();
+    __syncwarp();
     return true;
   }
 

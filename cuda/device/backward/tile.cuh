@@ -1,6 +1,7 @@
 // The tiles of a persistent CTA. A tile is one block of keys, all heads of its group and all query
-// blocks that see any of the keys. With a cluster each CTA has a part of the keys, and both visit the
-// same query blocks.
+// blocks that see any of the keys, or one of the parts of such a tile (TileParts), which is a tile like
+// any other until dK and dV are stored. With a cluster each CTA has a part of the keys, and both visit
+// the same query blocks.
 //
 // One warp, the scheduler, finds them, reads the lengths and leaves what the others need in shared
 // memory, in a ring of two slots, so that it and the producer are one tile ahead of the consumers.

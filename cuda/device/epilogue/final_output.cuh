@@ -144,7 +144,7 @@ struct FinalOutput {
 #pragma unroll
       for (int panel = 0; panel < kNumPanels; ++panel) {
         if (panel * kPanelColumns + column < params.head_dim) {
-          // Cached in L2 only, which is 0.5 % faster.
+          // Cached in L2 only: 0.5 % faster for packed sequences.
           __stcg(reinterpret_cast<uint4*>(o + panel * kPanelColumns + column),
                  vectors[pass][panel]);
         }

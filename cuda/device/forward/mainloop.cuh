@@ -48,7 +48,7 @@ class ForwardMainloop {
   }
 
   // O of this thread's fragment, not normalised, and what normalises its two rows. `under_last_pv` is
-  // called while the tensor cores are at the last P V, and may release the tile.
+  // called while the tensor cores are at the last P V; neither `tile` nor `start` is read after that.
   template <typename Call>
   __device__ void run(const ForwardTile& tile, const TileStart& start, float (&o)[kCountO],
                       RowStatistics (&statistics)[2], const Call& under_last_pv) {
