@@ -51,7 +51,7 @@ class BackwardProducer {
           statistics += 2 * Traits::kBlockM;
         }
       }
-      smem_.tiles.report_loaded(threadIdx.x);
+      if (params_.tile_counter != nullptr) smem_.tiles.report_loaded(threadIdx.x);
       smem_.tiles.release(slot, threadIdx.x);
     }
   }

@@ -91,7 +91,8 @@ __device__ void find_tile(const BackwardParams& params, int index, BackwardTile&
 
 // `full[s]`: the scheduler arrives, 1; everybody else waits; slot s holds a tile.
 // `empty[s]`: one lane of each warp that reads arrives; the scheduler waits; the slot is free.
-// `loaded`: the producer of queries arrives, 1; the scheduler waits; the tile's loads are issued.
+// `loaded`, only where tiles come from the counter: the producer of queries arrives, 1; the scheduler
+// waits; the tile's loads are issued.
 // With a cluster the first CTA's scheduler takes tiles from the counter and tells the other one's:
 // `number_full`: the first one's arrives, 1; the other's waits; `number` is there.
 // `number_taken`: the other's arrives, 1; the first one's waits; `number` may be overwritten.
