@@ -189,7 +189,7 @@ constexpr int backward_panel_columns(const BackwardConfig& config, int head_dim)
 // Counters that order the additions to a block of dQ: one where a single warp adds the block, one
 // per warp where each adds the rows it holds.
 constexpr int backward_turns_per_block(const BackwardConfig& config) {
-  return config.wide() ? backward_dq_warpgroups(config.head_dim) * (kWarpgroupSize / kWarpSize) : 1;
+  return config.wide() ? backward_ctas(config.head_dim) * kBackwardConsumerWarps : 1;
 }
 
 // Full and empty barriers of Q and dO per stage, of the two tiles, of K and V (empty together), of

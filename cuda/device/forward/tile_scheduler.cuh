@@ -55,19 +55,12 @@ struct TileStart {
   KeyBlocks share;
   uint32_t number;
 
-  // All loads first: under the other warpgroups' wgmma each takes long.
-  __device__ TileStart(const ForwardTile& tile, int warpgroup) {
-    const int num_rows = tile.output.num_rows;
-    const int begin_of_all = tile.blocks.begin;
-    const int end_of_all = tile.blocks.end;
-    const KeyBlocks own = tile.shares[warpgroup];
-    const int own_number = static_cast<int>(tile.number);
-    none = uniform(num_rows) == 0;
-    end = uniform(end_of_all);
-    empty = end <= uniform(begin_of_all);
-    share = uniform(own);
-    number = uniform(own_number);
-  }
+  __device__ TileStart(const ForwardTile& tile, int warpgroup)
+      : none(tile.none()),
+        empty(tile.empty()),
+        end(uniform(tile.blocks.end)),
+        share(uniform(tile.shares[warpgroup])),
+        number(uniform(static_cast<int>(tile.number))) {}
 };
 
 // The list of segments as the scheduler warp looks at it, see next_window. In shared memory, since
