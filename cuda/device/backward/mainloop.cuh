@@ -146,7 +146,7 @@ class NarrowMainloop : BackwardConsumer<kConfig> {
       FullBarrier::wait(&smem_.q_full[ring.stage], ring.phase);
       if constexpr (!kPlain) this->zero_q(tile, whole, block, ring.stage);
       const float* const of_block = smem_.statistics[ring.stage];
-      float lse[kBlockM / 32], delta[kBlockM / 32];
+      [[maybe_unused]] float lse[kBlockM / 32], delta[kBlockM / 32];
       if constexpr (kSpread) {
         this->template load_spread<kBlockM>(of_block, lse);
         this->template load_spread<kBlockM>(of_block + kBlockM, delta);
