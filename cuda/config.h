@@ -27,6 +27,7 @@ inline constexpr float kLog2E = 1.44269504f;
 
 inline constexpr int kWarpSize = 32;
 inline constexpr int kWarpgroupSize = 128;
+inline constexpr int kRowsPerWarp = 16;  // of a wgmma accumulator
 inline constexpr int kRowsPerWarpgroup = 64;
 inline constexpr int kMaxSmemBytes = 227 * 1024;  // of a CTA
 
@@ -36,18 +37,18 @@ struct EpilogueConfig {
   DataType out_dtype;
   int head_dim;  // columns of the tile; the call's head_dim may be smaller
   ColumnOrder column_order;
-  int block_m;  // rows of the tile
+  int block_m;  // rows of a CTA
   int blocks_per_sm;
   bool operator==(const EpilogueConfig&) const = default;
 };
 
-// The accumulator, each row's scale and lse, the barrier.
+// The accumulator, and a barrier per warp.
 constexpr int epilogue_smem_bytes(const EpilogueConfig& config) {
-  return config.block_m * (acc_pitch_bytes(config.head_dim) + 8) + 8;
+  return config.block_m * acc_pitch_bytes(config.head_dim) + config.block_m / kRowsPerWarp * 8;
 }
 
 constexpr int epilogue_num_threads(const EpilogueConfig& config) {
-  return config.block_m / kRowsPerWarpgroup * kWarpgroupSize;
+  return config.block_m / kRowsPerWarp * kWarpSize;
 }
 
 // ---- Combine -------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ constexpr int backward_dq_warpgroups(int head_dim) {
 
 // Columns of a panel of an operand in shared memory: panels end where a warpgroup's share does.
 constexpr int backward_panel_columns(const BackwardConfig& config, int head_dim) {
-  return config.wide() ? output_panel_columns(head_dim / kBackwardWarpgroups) : 64;
+  return config.wide() ? panel_columns(head_dim / kBackwardWarpgroups) : 64;
 }
 
 // Counters that order the additions to a block of dQ: one where a single warp adds the block, one

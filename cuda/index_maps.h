@@ -43,25 +43,30 @@ FA_HOST_DEVICE constexpr int swizzle(int byte_offset, int span) {
   return byte_offset ^ ((byte_offset >> 3) & (span - 16));
 }
 
-// Columns of one swizzled panel of the 16-bit output tile: the widest of 64, 32, 16 that divides
-// it.
-FA_HOST_DEVICE constexpr int output_panel_columns(int head_dim) {
+// Columns of one swizzled panel of a 16-bit tile: the widest of 64, 32, 16 that divides it.
+FA_HOST_DEVICE constexpr int panel_columns(int head_dim) {
   return head_dim % 64 == 0 ? 64 : head_dim % 32 == 0 ? 32 : 16;
 }
 
-// Byte offset of (row, column) in the 16-bit output tile: panels of block_m rows, each swizzled.
-FA_HOST_DEVICE constexpr int output_offset_bytes(int row, int column, int block_m, int head_dim) {
-  const int panel = output_panel_columns(head_dim);
+// Byte offset of (row, column) in a 16-bit tile: panels of block_m rows, each swizzled.
+FA_HOST_DEVICE constexpr int panel_offset_bytes(int row, int column, int block_m, int head_dim) {
+  const int panel = panel_columns(head_dim);
   const int span = 2 * panel;
   return column / panel * (block_m * span) + swizzle(row * span + column % panel * 2, span);
 }
 
-// A stage of the fp32 accumulator tile: rows as in global memory, 32 bytes apart, so that the
-// fragment reads (8 bytes from each of 4 rows per half warp) have no bank conflicts.
+// The fp32 accumulator tile of the stand-alone epilogue: rows as in global memory, 32 bytes apart,
+// so that the fragment reads (8 bytes from each of 4 rows per half warp) have no bank conflicts.
 FA_HOST_DEVICE constexpr int acc_pitch_bytes(int head_dim) { return 4 * head_dim + 32; }
 
 FA_HOST_DEVICE constexpr int acc_offset_bytes(int row, int column, int head_dim) {
   return row * acc_pitch_bytes(head_dim) + 4 * column;
+}
+
+// O in the same memory, of elements of 2 or 4 bytes: row r at the beginning of acc's row r.
+FA_HOST_DEVICE constexpr int output_offset_bytes(int row, int column, int head_dim,
+                                                 int element_bytes) {
+  return row * acc_pitch_bytes(head_dim) + element_bytes * column;
 }
 
 // The sequence that holds `token`: the b with offset(b) <= token < offset(b + 1), by binary search

@@ -66,7 +66,6 @@ def epilogue(facts: problem.EpilogueProblem) -> dict[str, Any]:
     return _native.plan_epilogue(
         out_dtype=_DTYPES[facts.out_dtype.name],
         fp8_permuted_columns=facts.fp8_permuted_columns,
-        has_seqused=facts.has_seqused,
         **_sizes(
             batch=(1 if varlen else facts.batch) * (facts.num_splits or 1),
             heads_kv=facts.heads,

@@ -56,10 +56,10 @@ def test_swizzle_permutes_units_of_16_bytes(span):
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("block_m", BLOCKS)
-def test_output_tile_is_a_bijection_without_bank_conflicts(head_dim, block_m):
+def test_swizzled_tile_is_a_bijection_without_bank_conflicts(head_dim, block_m):
     offsets = np.array(
         [
-            [maps.output_offset_bytes(row, column, block_m, head_dim) for column in range(head_dim)]
+            [maps.panel_offset_bytes(row, column, block_m, head_dim) for column in range(head_dim)]
             for row in range(block_m)
         ]
     )
@@ -92,6 +92,20 @@ def test_accumulator_reads_have_no_bank_conflicts(head_dim):
                 row, column = maps.accumulator_coordinate(thread, index)
                 words += [maps.acc_offset_bytes(row, column, head_dim) // 4 + i for i in (0, 1)]
             assert sorted(word % 32 for word in words) == list(range(32))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_output_rows_lie_in_those_of_the_accumulator(head_dim, element_bytes):
+    """A bulk copy reads a row whole: contiguous, aligned to 16 bytes, and no other row's."""
+    for row in range(16):
+        offsets = [
+            maps.output_offset_bytes(row, c, head_dim, element_bytes) for c in range(head_dim)
+        ]
+        first = maps.acc_offset_bytes(row, 0, head_dim)
+        assert offsets == list(range(first, first + element_bytes * head_dim, element_bytes))
+        assert first % 16 == 0
+        assert offsets[-1] + element_bytes <= maps.acc_offset_bytes(row + 1, 0, head_dim)
 
 
 @pytest.mark.parametrize(

@@ -37,24 +37,15 @@ def test_head_dims_out_of_range(head_dim):
         combine(head_dim=head_dim)
 
 
-def test_tma_store_exactly_when_fixed_length_unpacked_and_16_bit():
-    assert epilogue()["tma_store"]
-    assert epilogue(out_dtype="f16", fp8_permuted_columns=True)["tma_store"]
-    assert not epilogue(out_dtype="f32")["tma_store"]
-    assert not epilogue(qhead_per_khead=4)["tma_store"]
-    assert not epilogue(has_seqused=True)["tma_store"]
-    assert not epilogue(total_q=8192)["tma_store"]
-
-
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 8192])
 @pytest.mark.parametrize("group", [1, 4])
-def test_every_tile_once(rows, group):
+def test_every_row_block_once(rows, group):
     plan = epilogue(rows=rows * group, batch=3, heads_kv=5, qhead_per_khead=group)
     assert plan["grid"] == 3 * 5 * -(-rows * group // plan["block_m"])
 
 
 def test_packed_sequences_share_tiles():
-    """Tiles cover the output buffer, however it is cut into sequences."""
+    """CTAs cover the output buffer, however it is cut into sequences."""
     plan = epilogue(sequences=1000, batch=1, rows=100, total_q=640)
     assert plan["grid"] == 16 * 640 // plan["block_m"]
 
@@ -128,8 +119,7 @@ def test_golden_plans():
         "built": epilogue()["built"],
         "grid": 8192,
         "num_threads": 128,
-        "smem_bytes": 35336,
-        "tma_store": True,
+        "smem_bytes": 34848,
     }
     assert combine() == {
         "out_dtype": "bf16",

@@ -44,8 +44,6 @@ void epilogue(cudaStream_t stream, ffi::RemainingArgs operands, ffi::Result<ffi:
   problem.head_dim = out[b + 3];
   problem.sequences = in[b + 1];
   problem.rows = in[b + 2];
-  problem.has_cu_seqlens = has_cu_seqlens != 0;
-  problem.has_seqused = has_seqused != 0;
   require(in[b] == problem.heads_kv && in[b + 3] == problem.head_dim, "acc: wrong shape");
   require(has_cu_seqlens ||
               (problem.sequences == 1 && problem.rows == problem.seqlen * problem.qhead_per_khead),

@@ -196,7 +196,7 @@ NB_MODULE(_native, module) {
       "plan_epilogue",
       [](const std::string& out_dtype, int64_t batch, int64_t heads_kv, int64_t sequences,
          int64_t rows, int64_t head_dim, int64_t qhead_per_khead, int64_t total_q,
-         bool fp8_permuted_columns, bool has_seqused) {
+         bool fp8_permuted_columns) {
         EpilogueProblem problem;
         problem.out_dtype = parse_data_type(out_dtype);
         problem.column_order = fp8_permuted_columns ? ColumnOrder::fp8 : ColumnOrder::plain;
@@ -207,16 +207,10 @@ NB_MODULE(_native, module) {
         problem.head_dim = head_dim;
         problem.qhead_per_khead = qhead_per_khead;
         problem.seqlen = total_q >= 0 ? total_q : rows / std::max<int64_t>(qhead_per_khead, 1);
-        problem.has_cu_seqlens = total_q >= 0;
-        problem.has_seqused = has_seqused;
-        const EpiloguePlan plan = plan_epilogue(problem);
-        nb::dict dict = to_dict(plan);
-        dict["tma_store"] = plan.tma_store;
-        return dict;
+        return to_dict(plan_epilogue(problem));
       },
       "out_dtype"_a, "batch"_a, "heads_kv"_a, "sequences"_a, "rows"_a, "head_dim"_a,
-      "qhead_per_khead"_a = 1, "total_q"_a = -1, "fp8_permuted_columns"_a = false,
-      "has_seqused"_a = false);
+      "qhead_per_khead"_a = 1, "total_q"_a = -1, "fp8_permuted_columns"_a = false);
   module.def(
       "plan_combine",
       [](const std::string& out_dtype, int64_t batch, int64_t heads, int64_t seqlen,
@@ -407,9 +401,10 @@ NB_MODULE(_native, module) {
   maps.def("dq_offset", &dq_offset);
   maps.def("fp8_output_column", &fp8_output_column);
   maps.def("swizzle", &swizzle);
-  maps.def("output_panel_columns", &output_panel_columns);
-  maps.def("output_offset_bytes", &output_offset_bytes);
+  maps.def("panel_columns", &panel_columns);
+  maps.def("panel_offset_bytes", &panel_offset_bytes);
   maps.def("acc_offset_bytes", &acc_offset_bytes);
+  maps.def("output_offset_bytes", &output_offset_bytes);
   maps.def("find_sequence", [](const std::vector<int>& offsets, int token) {
     return find_sequence([&](int i) { return offsets.at(i); }, static_cast<int>(offsets.size()) - 1,
                          token);

@@ -11,11 +11,9 @@ void launch_epilogue(const EpilogueArguments& arguments, cudaStream_t stream) {
   const void* const symbol = symbol_of(epilogue_kernels(), plan.kernel);
 
   EpilogueParams params = {};
-  params.output =
-      output_params(plan.kernel, {problem.out_dtype, arguments.o, arguments.lse, problem.batch,
-                                  problem.seqlen, problem.heads_kv * problem.qhead_per_khead,
-                                  problem.head_dim, problem.qhead_per_khead, plan.tma_store,
-                                  plan.config.head_dim, plan.config.block_m});
+  params.output = output_params({arguments.o, arguments.lse, problem.batch, problem.seqlen,
+                                 problem.heads_kv * problem.qhead_per_khead, problem.head_dim,
+                                 problem.qhead_per_khead});
   params.batch_map = arguments.batch_map;
   params.acc = arguments.acc;
   params.statistic[0] = arguments.statistic[0];

@@ -63,7 +63,7 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
     const CUtensorMapDataType type = tensor_map_type(problem.dtype);
     constexpr int kBytes = 2;
     const int64_t q_query_stride = problem.heads_kv * group * problem.head_dim;
-    const int panel = output_panel_columns(config.head_dim);
+    const int panel = panel_columns(config.head_dim);
     const int box_group = plan.pack_gqa ? static_cast<int>(group) : 1;
     params.q_tensor_map = tensor_map<5>(
         plan.kernel, type, kBytes, arguments.q,
@@ -74,7 +74,7 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
     const auto keys_map = [&](const void* base, int64_t head_dim, int64_t batches,
                               int tile_columns) {
       const int64_t key_stride = problem.heads_kv * head_dim;
-      const int columns = output_panel_columns(tile_columns);
+      const int columns = panel_columns(tile_columns);
       return tensor_map<4>(plan.kernel, type, kBytes, base,
                            {head_dim, problem.seqlen_k, problem.heads_kv, batches},
                            {key_stride, head_dim, problem.seqlen_k * key_stride},
@@ -86,10 +86,9 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream) {
         keys_map(arguments.v, problem.head_dim_v, arguments.batches[kV], config.head_dim_v);
   }
   const int64_t num_splits = std::max(plan.num_splits, 1);
-  params.output = output_params(
-      plan.kernel, {problem.dtype, arguments.o, arguments.lse, problem.batch * num_splits,
-                    problem.seqlen_q, problem.heads_kv * group, problem.head_dim_v,
-                    plan.pack_gqa ? group : 1, false, config.head_dim_v, config.block_m});
+  params.output =
+      output_params({arguments.o, arguments.lse, problem.batch * num_splits, problem.seqlen_q,
+                     problem.heads_kv * group, problem.head_dim_v, plan.pack_gqa ? group : 1});
   params.batch_map = arguments.batch_map;
   params.order = plan.order;
   params.rows_per_tile = plan.rows_per_tile;

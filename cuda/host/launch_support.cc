@@ -85,7 +85,7 @@ CUtensorMap encode_tensor_map(const std::string& what, CUtensorMapDataType type,
   return map;
 }
 
-OutputParams output_params(const std::string& what, const OutputArguments& arguments) {
+OutputParams output_params(const OutputArguments& arguments) {
   OutputParams output = {};
   output.o = arguments.o;
   output.lse = arguments.lse;
@@ -96,15 +96,6 @@ OutputParams output_params(const std::string& what, const OutputArguments& argum
   output.lse_batch_stride = arguments.heads * arguments.seqlen;
   output.qhead_per_khead = cutlass::FastDivmod(static_cast<int>(arguments.packed_heads));
   output.head_dim = static_cast<int>(arguments.head_dim);
-  output.tma_store = arguments.tma_store;
-  if (arguments.tma_store) {
-    const int panel = output_panel_columns(arguments.tile_columns);
-    output.o_tensor_map = tensor_map<4>(
-        what, tensor_map_type(arguments.dtype), size_bytes(arguments.dtype), arguments.o,
-        {arguments.head_dim, arguments.seqlen, arguments.heads, arguments.batch},
-        {output.o_query_stride, output.o_head_stride, output.o_batch_stride},
-        {panel, arguments.block_m, 1, 1}, panel * size_bytes(arguments.dtype));
-  }
   return output;
 }
 

@@ -20,8 +20,7 @@ void check(cudaError_t status, const std::string& what);
 DeviceInfo check_device();
 
 // A tensor map over a dense array of `rank` dimensions, innermost first; strides in elements of the
-// dimensions from the second on. Parts of a box outside the tensor read as zero and are not
-// written.
+// dimensions from the second on. Parts of a box outside the tensor read as zero.
 CUtensorMap encode_tensor_map(const std::string& what, CUtensorMapDataType type, int element_bytes,
                               const void* base, int rank, const int64_t* size,
                               const int64_t* stride, const int* box, int swizzle_bytes);
@@ -69,15 +68,12 @@ void launch(const Plan& plan, const void* symbol, const Params& params, cudaStre
 
 // Where O and LSE of a dense call lie.
 struct OutputArguments {
-  DataType dtype;
   void* o;
   float* lse;
   int64_t batch, seqlen, heads, head_dim;
   int64_t packed_heads;  // heads that share a tile's rows
-  bool tma_store;
-  int tile_columns, block_m;  // of the kernel
 };
 
-OutputParams output_params(const std::string& what, const OutputArguments& arguments);
+OutputParams output_params(const OutputArguments& arguments);
 
 }  // namespace fa

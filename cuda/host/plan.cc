@@ -40,12 +40,10 @@ EpiloguePlan plan_epilogue(const EpilogueProblem& problem) {
   plan.config = kernel.config;
   plan.kernel = kernel.name;
   plan.built = kernel.symbol != nullptr;
-  plan.tma_store = !problem.has_cu_seqlens && !problem.has_seqused &&
-                   problem.qhead_per_khead == 1 && size_bytes(problem.out_dtype) == 2;
   plan.row_blocks =
       static_cast<int>(ceil_div(problem.seqlen * problem.qhead_per_khead, plan.config.block_m));
   const int64_t grid = problem.batch * problem.heads_kv * plan.row_blocks;
-  if (grid > kInt32Max) throw NotCovered("tiles of the epilogue are counted in 31 bits");
+  if (grid > kInt32Max) throw NotCovered("CTAs of the epilogue are counted in 31 bits");
   plan.grid = static_cast<int>(grid);
   plan.num_threads = epilogue_num_threads(plan.config);
   plan.smem_bytes = epilogue_smem_bytes(plan.config);

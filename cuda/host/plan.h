@@ -26,17 +26,14 @@ struct EpilogueProblem {
   int64_t qhead_per_khead = 1;
   // Queries of the output buffer: total_q when packed, rows / qhead_per_khead when dense.
   int64_t seqlen = 0;
-  bool has_cu_seqlens = false;
-  bool has_seqused = false;
 };
 
 struct EpiloguePlan {
   EpilogueConfig config;
   std::string kernel;  // its name in the kernel table
   bool built;
-  bool tma_store;  // otherwise the predicated or the direct fp32 path
-  int row_blocks;  // tiles along the rows of the output buffer
-  int grid;        // tiles; 0: nothing to do, no launch
+  int row_blocks;  // CTAs along the rows of the output buffer
+  int grid;        // CTAs; 0: nothing to do, no launch
   int num_threads;
   int smem_bytes;
 };

@@ -252,7 +252,7 @@ class BackwardConsumer {
     const int lane = thread % kWarpSize;
     const int query = lane % 8 + lane / 16 * 8;
     const int key = (thread / kWarpSize * 16 + lane / 8 % 2 * 8) % kBlockN;
-    return static_cast<int>(output_offset_bytes(query, key, kBlockM, kBlockN));
+    return static_cast<int>(panel_offset_bytes(query, key, kBlockM, kBlockN));
   }
 
   static __device__ void store_turned(const uint32_t (&packed)[kCountS / 2], char* at) {

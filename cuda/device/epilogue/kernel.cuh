@@ -1,49 +1,43 @@
-// The stand-alone epilogue: fp32 accumulators and row statistics in global memory -> O and LSE,
-// through the same epilogue code that ends the fused forward.
+// The stand-alone epilogue: fp32 accumulators and row statistics in global memory -> O and LSE. Shares
+// output tiles and the fragment layout with the end of the fused forward, which stores from registers
+// since its shared memory already has the next tile's loads (direct_output.cuh, partial_output.cuh).
 //
-// One CTA per tile of kBlockM rows of the output buffer, two threads per row. The kernel only moves
-// bytes: several CTAs per multiprocessor keep loads in flight, and the hardware hands out tiles as
-// CTAs finish. (A persistent kernel with a producer warp and a ring of stages was 5 to 10 % slower:
-// it starts slower, and its fixed share of tiles leaves multiprocessors with more bandwidth idle at
-// the end.)
+// A CTA takes block_m rows of the output buffer, and each of its warps a tile of 16 of them. The
+// kernel only moves bytes: several CTAs per multiprocessor keep loads in flight, and the hardware
+// hands out rows as CTAs finish. (A persistent kernel with a producer warp and a ring of stages was
+// 5 to 10 % slower: it starts slower, and its fixed share of tiles leaves multiprocessors with more
+// bandwidth idle at the end.)
 //
-//   thread r < kBlockM   where row r comes from | bulk copy of the row -> smem | statistics -> smem
-//   all threads          wait | smem -> wgmma fragment layout, scaled | epilogue, O borrows acc's memory
+//   lane r < 16   where row r comes from | bulk copy of the row -> smem | the row's statistics
+//   all lanes     wait | smem -> wgmma fragment layout, scaled | epilogue, O borrows acc's memory
 //
 // Rows are located one by one, so that packed sequences of any lengths share tiles and nothing but
 // the rows that exist is read. A row in no sequence, or past the used part of one, is written as
 // empty.
 //
-//   smem   | acc: kBlockM padded rows of fp32; then O | scale, lse per row | barrier |
+//   smem   | per warp, acc: 16 padded rows of fp32; then O | a barrier per warp |
 #pragma once
 
 #include <climits>
-#include <type_traits>
 
 #include "cute/arch/copy_sm90_tma.hpp"
 #include "cutlass/arch/barrier.h"
-#include "device/epilogue/final_output.cuh"
+#include "device/epilogue/bulk_output.cuh"
 #include "device/epilogue/params.h"
-#include "device/epilogue/partial_output.cuh"
 #include "device/epilogue/row_statistics.cuh"
 
 namespace fa {
 
 template <EpilogueConfig kConfig>
 struct EpilogueKernelTraits {
-  static constexpr int kBlockM = kConfig.block_m;
   static constexpr int kHeadDim = kConfig.head_dim;
-  static constexpr int kFirstBarrierId = 1;
+  static constexpr int kWarps = kConfig.block_m / kRowsPerWarp;
 
-  using Output = std::conditional_t<
-      kConfig.out_dtype == DataType::f32, PartialOutput<kHeadDim, kBlockM, kConfig.column_order>,
-      FinalOutput<kConfig.out_dtype, kHeadDim, kBlockM, kConfig.column_order, kFirstBarrierId>>;
+  using Output = BulkOutput<kConfig.out_dtype, kHeadDim, kConfig.column_order>;
 
   struct Smem {
-    char acc[kBlockM * acc_pitch_bytes(kHeadDim)];
-    float scale[kBlockM];
-    float lse[kBlockM];
-    uint64_t acc_arrived;
+    char acc[kWarps][kRowsPerWarp * acc_pitch_bytes(kHeadDim)];
+    uint64_t acc_arrived[kWarps];
   };
 };
 
@@ -81,7 +75,9 @@ __device__ inline int find_sequence_in_warp(const int32_t* cu_seqlens, int num_s
 __device__ inline int64_t source_row(const EpilogueParams& params, const OutputTile& tile,
                                      int row) {
   int token, subhead;
-  params.output.qhead_per_khead(token, subhead, tile.row_begin + row);
+  // Lanes without a row look where the last one does, and need no search of their own.
+  params.output.qhead_per_khead(token, subhead,
+                                tile.row_begin + min(row, max(tile.num_rows, 1) - 1));
   int sequence = 0;
   if (params.cu_seqlens != nullptr) {
     const int32_t* const cu_seqlens =
@@ -113,84 +109,74 @@ __global__ void __launch_bounds__(epilogue_num_threads(Row::kConfig), Row::kConf
   using Smem = typename Traits::Smem;
   using Output = typename Traits::Output;
   using Barrier = cutlass::arch::ClusterTransactionBarrier;
-  constexpr int kBlockM = Traits::kBlockM;
   constexpr int kHeadDim = Traits::kHeadDim;
   static_assert(sizeof(Smem) == epilogue_smem_bytes(kConfig));
-  extern __shared__ __align__(1024) char smem_bytes[];
+  extern __shared__ __align__(16) char smem_bytes[];
   Smem& smem = *reinterpret_cast<Smem*>(smem_bytes);
-  const int thread = threadIdx.x;
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
 
   // Heads fastest, so that the CTAs that run together complete whole rows of O.
   OutputTile tile;
   int row_block;
   params.row_blocks(tile.batch, row_block, params.heads_kv.divmod(tile.head_kv, blockIdx.x));
   tile.query_begin = 0;
-  tile.row_begin = row_block * kBlockM;
+  tile.row_begin = row_block * kConfig.block_m + warp * kRowsPerWarp;
   const int64_t rows_left =
       int64_t{params.seqlen} * params.output.qhead_per_khead.divisor - tile.row_begin;
-  tile.num_rows = static_cast<int>(min(rows_left, int64_t{kBlockM}));
+  tile.num_rows = static_cast<int>(max(min(rows_left, int64_t{kRowsPerWarp}), int64_t{0}));
 
-  if (thread == 0) {
-    // The kBlockM threads that own a row arrive, with the bytes of the row if it exists; all
-    // threads wait; acc is in shared memory.
-    Barrier::init(&smem.acc_arrived, kBlockM);
+  // The lanes that own a row arrive, with the bytes of the row if it exists; all lanes wait; acc is in
+  // shared memory.
+  uint64_t* const acc_arrived = &smem.acc_arrived[warp];
+  char* const acc_smem = smem.acc[warp];
+  if (lane == 0) {
+    Barrier::init(acc_arrived, kRowsPerWarp);
     cutlass::arch::fence_barrier_init();
-    if (params.output.tma_store) cute::prefetch_tma_descriptor(&params.output.o_tensor_map);
   }
-  const int64_t source = thread < kBlockM ? source_row(params, tile, thread) : -1;
-  __syncthreads();  // all threads: the barrier is initialised
-
-  if (thread < kBlockM) {
-    RowStatistics statistics;
-    if (source >= 0) {
-      const int64_t rows = int64_t{params.seqlen_acc} * params.output.qhead_per_khead.divisor;
-      const auto at = [&](EpilogueOperand operand) {
-        return params.batch_map.offset(operand, tile.batch) * rows + source;
-      };
-      const int head_dim = params.output.head_dim;
-      Barrier::arrive_and_expect_tx(&smem.acc_arrived, 4 * head_dim);
-      // No evict-first hint: it costs 8 %.
-      cute::SM90_BULK_COPY_G2S::copy(params.acc + at(kAcc) * head_dim, &smem.acc_arrived,
-                                     smem.acc + acc_offset_bytes(thread, 0, kHeadDim),
-                                     4 * head_dim);
-      const float first = params.statistic[0][at(kStatistic0)];
-      statistics = params.statistic[1] == nullptr
-                       ? RowStatistics::normalised(first)
-                       : RowStatistics::unnormalised(first, params.statistic[1][at(kStatistic1)]);
-    } else {
-      Barrier::arrive(&smem.acc_arrived);
-    }
-    smem.scale[thread] = statistics.scale;
-    smem.lse[thread] = statistics.lse;
+  __syncwarp();  // the barrier is initialised
+  const int64_t source = source_row(params, tile, lane);
+  RowStatistics statistics;  // of row `lane`
+  if (source >= 0) {
+    const int64_t rows = int64_t{params.seqlen_acc} * params.output.qhead_per_khead.divisor;
+    const auto at = [&](EpilogueOperand operand) {
+      return params.batch_map.offset(operand, tile.batch) * rows + source;
+    };
+    const int head_dim = params.output.head_dim;
+    Barrier::arrive_and_expect_tx(acc_arrived, 4 * head_dim);
+    // No evict-first hint: it costs 8 %.
+    cute::SM90_BULK_COPY_G2S::copy(params.acc + at(kAcc) * head_dim, acc_arrived,
+                                   acc_smem + acc_offset_bytes(lane, 0, kHeadDim), 4 * head_dim);
+    const float first = params.statistic[0][at(kStatistic0)];
+    statistics = params.statistic[1] == nullptr
+                     ? RowStatistics::normalised(first)
+                     : RowStatistics::unnormalised(first, params.statistic[1][at(kStatistic1)]);
+  } else if (lane < kRowsPerWarp) {
+    Barrier::arrive(acc_arrived);
   }
-  // All threads: scale and lse of every row are in shared memory; is there any row?
-  if (!__syncthreads_or(source >= 0)) {
-    Output::store_empty(params.output, tile, thread);
+  if (!__any_sync(~0u, source >= 0)) {
+    Output::store_empty(params.output, tile, lane);
     return;
   }
-  RowStatistics statistics[2];
+  RowStatistics held[2];  // of the two rows of the fragment
   float lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = accumulator_coordinate(thread, 2 * half).row;
-    statistics[half] = {smem.scale[row], smem.lse[row]};
-    lse[half] = statistics[half].lse;
+    const int row = accumulator_coordinate(lane, 2 * half).row;
+    held[half] = {__shfl_sync(~0u, statistics.scale, row), __shfl_sync(~0u, statistics.lse, row)};
+    lse[half] = held[half].lse;
   }
-  Barrier::wait(&smem.acc_arrived, 0);
+  Barrier::wait(acc_arrived, 0);
   float acc[kHeadDim / 2];
 #pragma unroll
   for (int index = 0; index < kHeadDim / 2; index += 2) {
-    const TileCoordinate at = accumulator_coordinate(thread, index);
+    const TileCoordinate at = accumulator_coordinate(lane, index);
     const float2 pair =
-        *reinterpret_cast<const float2*>(smem.acc + acc_offset_bytes(at.row, at.column, kHeadDim));
-    acc[index] = statistics[index / 2 % 2].apply(pair.x);
-    acc[index + 1] = statistics[index / 2 % 2].apply(pair.y);
+        *reinterpret_cast<const float2*>(acc_smem + acc_offset_bytes(at.row, at.column, kHeadDim));
+    acc[index] = held[index / 2 % 2].apply(pair.x);
+    acc[index + 1] = held[index / 2 % 2].apply(pair.y);
   }
-  if constexpr (size_bytes(kConfig.out_dtype) == 2) {
-    Output::store_o(params.output, tile, acc, lse, smem.acc, thread);
-  } else {
-    Output::store_o(params.output, tile, acc, lse, thread);
-  }
+  Output::store_o(params.output, tile, acc, lse, acc_smem, lane);
 }
 
 }  // namespace fa

@@ -1,8 +1,6 @@
 // Where O and LSE lie in global memory. Shared by every kernel that ends in the epilogue.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "cutlass/fast_math.h"
@@ -10,8 +8,6 @@
 namespace fa {
 
 struct OutputParams {
-  // O seen as (head_dim, query, head, batch); only used, and only encoded, with tma_store.
-  CUtensorMap o_tensor_map;
   void* o;     // (batch, query, head, head_dim), head_dim contiguous
   float* lse;  // (batch, head, query), query contiguous
   // Strides in elements.
@@ -20,7 +16,6 @@ struct OutputParams {
   // G: row r of a packed tile is query r / G of head h * G + r % G.
   cutlass::FastDivmod qhead_per_khead;
   int head_dim;  // columns at or past it are never written
-  bool tma_store;
 };
 
 }  // namespace fa

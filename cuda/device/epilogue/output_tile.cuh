@@ -1,5 +1,6 @@
 // One tile of the output: which rows it has and where they go. Dense, packed GQA and varlen differ
-// only in these numbers, so all destinations (FinalOutput, DirectOutput, PartialOutput) share this struct.
+// only in these numbers, so all destinations (BulkOutput, DirectOutput, PartialOutput) share this
+// struct.
 #pragma once
 
 #include "device/epilogue/output_params.h"
@@ -12,7 +13,7 @@ struct OutputTile {
   int head_kv;
   int query_begin;  // first query of the tile's sequence in the buffer
   int row_begin;    // first row of the tile in its sequence (packed rows when G > 1)
-  int num_rows;     // rows to write, at most kBlockM
+  int num_rows;     // rows to write
 };
 
 // Query and query head of a tile's row.

@@ -19,7 +19,7 @@ struct EpilogueParams {
   const int32_t* cu_seqlens;  // null: dense, one sequence per batch index
   const int32_t* seqused;     // null: every row of a sequence counts
   cutlass::FastDivmod heads_kv;
-  cutlass::FastDivmod row_blocks;  // tiles along the rows of the output buffer
+  cutlass::FastDivmod row_blocks;  // CTAs along the rows of the output buffer
   int sequences;
   int seqlen_acc;  // queries of a sequence that acc holds; rows = seqlen_acc * qhead_per_khead
   int seqlen;      // queries of the output buffer

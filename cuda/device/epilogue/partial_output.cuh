@@ -14,7 +14,7 @@
 
 namespace fa {
 
-template <int kHeadDim, int kBlockM, ColumnOrder kOrder>
+template <int kHeadDim, int kBlockM>
 struct PartialOutput {
   static constexpr int kNumThreads = 2 * kBlockM;
 
@@ -30,18 +30,11 @@ struct PartialOutput {
 #pragma unroll
       for (int group = 0; group < kHeadDim / 16; ++group) {
         const float* const a = acc + 8 * group + 2 * half;
-        float4 vector;
-        int column;
-        if constexpr (kOrder == ColumnOrder::plain) {
-          const bool odd = q % 2 != 0;
-          const float x = __shfl_xor_sync(0xffffffff, odd ? a[0] : a[4], 1);
-          const float y = __shfl_xor_sync(0xffffffff, odd ? a[1] : a[5], 1);
-          vector = odd ? float4{x, y, a[4], a[5]} : float4{a[0], a[1], x, y};
-          column = 16 * group + 8 * (q % 2) + 4 * (q / 2);
-        } else {
-          vector = float4{a[0], a[4], a[1], a[5]};
-          column = 16 * group + 4 * q;
-        }
+        const bool odd = q % 2 != 0;
+        const float x = __shfl_xor_sync(0xffffffff, odd ? a[0] : a[4], 1);
+        const float y = __shfl_xor_sync(0xffffffff, odd ? a[1] : a[5], 1);
+        const float4 vector = odd ? float4{x, y, a[4], a[5]} : float4{a[0], a[1], x, y};
+        const int column = 16 * group + 8 * (q % 2) + 4 * (q / 2);
         if (row < tile.num_rows && column < params.head_dim) {
           *reinterpret_cast<float4*>(o + column) = vector;
         }

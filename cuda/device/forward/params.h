@@ -1,6 +1,8 @@
 // Kernel parameters of the forward.
 #pragma once
 
+#include <cuda.h>
+
 #include "device/batch_map.h"
 #include "device/epilogue/output_params.h"
 #include "forward_maps.h"

@@ -39,8 +39,8 @@ struct ForwardTraits {
   static constexpr bool kTakeTurns = kWarpgroups > 1;
 
   // Tiles are panels of 64 (32) columns, rows of a panel 128 (64) bytes with TMA's swizzle.
-  static constexpr int kPanelColumns = output_panel_columns(kHeadDim);
-  static constexpr int kPanelColumnsV = output_panel_columns(kHeadDimV);
+  static constexpr int kPanelColumns = panel_columns(kHeadDim);
+  static constexpr int kPanelColumnsV = panel_columns(kHeadDimV);
   static_assert(kPanelColumns >= 32 && kPanelColumnsV >= 32);
   template <int kColumns>
   using KMajorAtom = std::conditional_t<kColumns == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
@@ -77,7 +77,7 @@ struct ForwardTraits {
 
   using OutputType = std::conditional_t<kConfig.output == Output::final,
                                         DirectOutput<kConfig.dtype, kHeadDimV, kBlockM>,
-                                        PartialOutput<kHeadDimV, kBlockM, ColumnOrder::plain>>;
+                                        PartialOutput<kHeadDimV, kBlockM>>;
 
   struct alignas(1024) Smem {
     Element q[kQStages][kBlockM * kHeadDim];
