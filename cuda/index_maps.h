@@ -38,15 +38,13 @@ FA_HOST_DEVICE constexpr int fp8_output_column(int column) {
   return group + 2 * (n % 8) + n / 8;
 }
 
-// TMA's shared-memory swizzle for rows of `span` bytes (128, 64 or 32): permutes 16-byte units.
+// TMA's shared-memory swizzle for rows of `span` bytes (128 or 64): permutes 16-byte units.
 FA_HOST_DEVICE constexpr int swizzle(int byte_offset, int span) {
   return byte_offset ^ ((byte_offset >> 3) & (span - 16));
 }
 
-// Columns of one swizzled panel of a 16-bit tile: the widest of 64, 32, 16 that divides it.
-FA_HOST_DEVICE constexpr int panel_columns(int head_dim) {
-  return head_dim % 64 == 0 ? 64 : head_dim % 32 == 0 ? 32 : 16;
-}
+// Columns of one swizzled panel of a 16-bit tile, whose head dimension is a multiple of 32.
+FA_HOST_DEVICE constexpr int panel_columns(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; }
 
 // Byte offset of (row, column) in a 16-bit tile: panels of block_m rows, each swizzled.
 FA_HOST_DEVICE constexpr int panel_offset_bytes(int row, int column, int block_m, int head_dim) {
@@ -59,13 +57,10 @@ FA_HOST_DEVICE constexpr int panel_offset_bytes(int row, int column, int block_m
 // so that the fragment reads (8 bytes from each of 4 rows per half warp) have no bank conflicts.
 FA_HOST_DEVICE constexpr int acc_pitch_bytes(int head_dim) { return 4 * head_dim + 32; }
 
-FA_HOST_DEVICE constexpr int acc_offset_bytes(int row, int column, int head_dim) {
-  return row * acc_pitch_bytes(head_dim) + 4 * column;
-}
-
-// O in the same memory, of elements of 2 or 4 bytes: row r at the beginning of acc's row r.
-FA_HOST_DEVICE constexpr int output_offset_bytes(int row, int column, int head_dim,
-                                                 int element_bytes) {
+// Byte offset of (row, column) in it: of acc, and of O (elements of 2 or 4 bytes), whose row r
+// takes the place of acc's row r.
+FA_HOST_DEVICE constexpr int acc_offset_bytes(int row, int column, int head_dim,
+                                              int element_bytes = 4) {
   return row * acc_pitch_bytes(head_dim) + element_bytes * column;
 }
 

@@ -403,8 +403,8 @@ NB_MODULE(_native, module) {
   maps.def("swizzle", &swizzle);
   maps.def("panel_columns", &panel_columns);
   maps.def("panel_offset_bytes", &panel_offset_bytes);
-  maps.def("acc_offset_bytes", &acc_offset_bytes);
-  maps.def("output_offset_bytes", &output_offset_bytes);
+  maps.def("acc_offset_bytes", &acc_offset_bytes, "row"_a, "column"_a, "head_dim"_a,
+           "element_bytes"_a = 4);
   maps.def("find_sequence", [](const std::vector<int>& offsets, int token) {
     return find_sequence([&](int i) { return offsets.at(i); }, static_cast<int>(offsets.size()) - 1,
                          token);

@@ -71,9 +71,8 @@ CUtensorMap encode_tensor_map(const std::string& what, CUtensorMapDataType type,
     steps[i] = 1;
     if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(stride[i - 1] * element_bytes);
   }
-  const CUtensorMapSwizzle swizzle = swizzle_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                                     : swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                           : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUtensorMapSwizzle swizzle =
+      swizzle_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   CUtensorMap map;
   const CUresult status =
       encode_tiled()(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(base), sizes,

@@ -54,7 +54,7 @@ struct BulkOutput {
 
  private:
   static __device__ int offset_bytes(int row, int column) {
-    return output_offset_bytes(row, column, kHeadDim, size_bytes(kType));
+    return acc_offset_bytes(row, column, kHeadDim, size_bytes(kType));
   }
 
   static __device__ void registers_to_smem(const float (&acc)[kHeadDim / 2], char* smem, int lane) {
